@@ -1,0 +1,1 @@
+"""From text to batches: tokenizers, memory-mapped shards, sampler, packing."""

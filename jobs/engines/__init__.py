@@ -1,0 +1,1 @@
+"""How one optimizer step is executed: one file an engine."""

@@ -1,0 +1,1 @@
+"""Single-device model maths: they know no mesh axis."""

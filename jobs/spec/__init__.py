@@ -1,0 +1,1 @@
+"""The schema of a run (pydantic, no torch) and its strict loader."""

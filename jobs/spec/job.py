@@ -1,0 +1,147 @@
+"""JobSpec: the whole of one run, frozen. Its resolved JSON, kept with the run, is the truth of that run."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from jobs.spec.base import SpecSection
+from jobs.spec.data import DataSpec
+from jobs.spec.model import ModelSpec
+from jobs.spec.optim import OptimSpec
+from jobs.spec.strategy import NativeStrategy, Strategy
+
+
+class RunSection(SpecSection):
+    """Where the run lives and what it is called."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
+    """Run id, unique under `storage`; None makes one from the spec's file name and the time."""
+    storage: str = "runs"
+    """Folder that every node sees: each run is a folder below it."""
+    seed: int = Field(default=0, ge=0)
+
+
+class TrainSection(SpecSection):
+    """How long and in what portions."""
+
+    steps: int = Field(gt=0)
+    global_batch_size: int = Field(gt=0)
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int = Field(gt=0)
+    """Sequences per forward pass on one data-parallel rank."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: bfloat16 forward and backward, fp32 master weights, moments and gradient reduction."""
+    evaluate_every_steps: int | None = Field(default=None, gt=0)
+    evaluate_batches: int = Field(default=8, gt=0)
+    """Global batches of validation data in each evaluation."""
+    init_from: str | None = None
+    """Hugging Face folder whose weights the run starts from."""
+
+
+class ResourcesSection(SpecSection):
+    """What each worker takes from the Ray cluster."""
+
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    gpus_per_worker: int = Field(default=0, ge=0)
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    threads_per_rank: int = Field(default=1, gt=0)
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of the rank processes, over what the node has (GLOO_SOCKET_IFNAME, NCCL_*, ...)."""
+
+
+class CheckpointSection(SpecSection):
+    """When state is saved and how much of it is kept."""
+
+    every_steps: int | None = Field(default=None, gt=0)
+    """None saves only at the end and when stopped."""
+    keep_last: int = Field(default=3, gt=0)
+    asynchronous: bool = True
+    commit_timeout_s: float = Field(default=600.0, gt=0)
+    """A save that is not committed after so long is given up; the run goes on."""
+
+
+class ResilienceSection(SpecSection):
+    """How often each kind of failure may happen before the run stops, without progress in between."""
+
+    max_rank_restarts: int = Field(default=10, ge=0)
+    """Restarts of the ranks in place since the last newly committed checkpoint."""
+    max_attempts: int = Field(default=5, gt=0)
+    """New attempts (node loss, dead worker or controller) since the last newly committed checkpoint."""
+    max_no_progress: int = Field(default=2, gt=0)
+    """The same failure at the same step so many times in a row stops the run."""
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """Consecutive steps skipped for a non-finite gradient before the run stops."""
+    wait_for_nodes_s: float = Field(default=300.0, ge=0)
+    """How long a new attempt waits for enough live nodes."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    stop_grace_s: float = Field(default=120.0, gt=0)
+    """Time that ranks get to save and leave after a stop request."""
+
+
+class TrackingSection(SpecSection):
+    """Where the figures go besides the run folder."""
+
+    mlflow: bool = True
+    mlflow_uri: str | None = None
+    """Any MLflow tracking URI; None embeds a sqlite store under run.storage."""
+    experiment: str = "packtrain"
+    log_every_steps: int = Field(default=1, gt=0)
+    flops_convention: Literal["causal_half", "full_attention"] = "causal_half"
+    """Attention FLOPs counted half (Megatron) or in full (torchtitan): 6 or 12 * n_layers * d_model * seq_len a token."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of one rank's device for MFU; None measures a matrix product at start."""
+
+
+class JobSpec(SpecSection):
+    """One run."""
+
+    run: RunSection = RunSection()
+    model: ModelSpec
+    data: DataSpec
+    optim: OptimSpec
+    train: TrainSection
+    strategy: Strategy = NativeStrategy()
+    resources: ResourcesSection = ResourcesSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    resilience: ResilienceSection = ResilienceSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.strategy.dp
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Micro-batches per optimizer step on each data-parallel rank."""
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.strategy.dp)
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        micro, dp, whole = self.train.micro_batch_size, self.strategy.dp, self.train.global_batch_size
+        if whole % (micro * dp):
+            accum = max(1, whole // (micro * dp))
+            raise ValueError(
+                f"train.global_batch_size={whole} is not micro_batch_size x dp x a whole number: "
+                f"{whole} != {micro} x {dp} x {whole / (micro * dp):g}; "
+                f"nearest that work: {micro * dp * accum} or {micro * dp * (accum + 1)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_fits(self) -> Self:
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len={self.data.seq_len} is longer than model.max_seq_len={self.model.max_seq_len}; "
+                "shorten the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stage_zero_is_fp32(self) -> Self:
+        if self.strategy.kind == "deepspeed_zero" and self.strategy.stage == 0 and self.train.precision != "fp32":
+            raise ValueError(
+                "strategy.stage=0 with train.precision=bf16: DeepSpeed's unfused bf16 optimizer takes one extra step "
+                "at construction and trains wrongly; choose stage 1 or precision fp32"
+            )
+        return self

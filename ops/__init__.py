@@ -1,0 +1,1 @@
+"""How a run is kept alive and remembered: values, pure decisions, checkpoints, tracking. No Ray."""

@@ -1,0 +1,1 @@
+"""Sharded, checksummed checkpoints: written, committed, verified, retained."""
