@@ -1,0 +1,11 @@
+"""What all tests need: the fork server of the distributed tests is told once what to preload."""
+
+import pytest
+
+from tests.support import ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    modules = {item.module for item in items if isinstance(item, pytest.Function)}
+    wanted = {name for module in modules for name in getattr(module, "RANKS_PRELOAD", ())}
+    ranks.preload(sorted(wanted))
