@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Hook(Protocol):
-    """Called by the trainer on every rank, in list order. A hook that raises ends the run: catch what must not."""
+    """Called by the trainer on every rank, in list order. A hook that raises ends the run."""
 
     def on_start(self, engine: "Engine", progress: Progress) -> None:
         """After restore, before the first step."""

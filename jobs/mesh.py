@@ -36,4 +36,8 @@ class Mesh:
     def peers(self, axis: str, rank: int) -> list[int]:
         """Global ranks that differ from `rank` on one axis only (itself included), in the axis' order."""
         own = self.coordinates(rank)
-        return [r for r in range(self.world_size) if all(self.coordinates(r)[a] == own[a] for a in AXES if a != axis)]
+        return [
+            r
+            for r in range(self.world_size)
+            if all(self.coordinates(r)[a] == own[a] for a in AXES if a != axis)
+        ]

@@ -1,11 +1,11 @@
 """Training state as named pieces of logical tensors: what engines hand to checkpoints and take back.
 
-A Chunk is a box of a global tensor; the checkpoint knows nothing else of layouts, so any layout can read any other's
-chunks. Does not read or write files.
+A Chunk is a box of a global tensor; the checkpoint knows nothing else of layouts, so any layout can read any
+other's chunks. Does not read or write files.
 
-Logical names: `model/<parameter name>` (fp32: the master weight where there is one), `optim/exp_avg/<parameter name>`,
-`optim/exp_avg_sq/<parameter name>`, and for SGD none of the latter. Adam's step counter is Progress.step minus skipped
-steps, saved as the tensor `optim/step` (int64, shape [1]).
+Logical names: `model/<parameter name>` (fp32: the master weight where there is one),
+`optim/exp_avg/<parameter name>`, `optim/exp_avg_sq/<parameter name>`, and for SGD none of the latter. Adam's
+step counter is Progress.step minus skipped steps, saved as the tensor `optim/step` (int64, shape [1]).
 """
 
 from dataclasses import dataclass

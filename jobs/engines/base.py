@@ -22,7 +22,7 @@ class MicroBatch:
     positions: torch.Tensor
     """[B, S] int64: position inside the document where documents are masked, else 0..S-1."""
     document_ids: torch.Tensor | None
-    """[B, S] int32, equal inside a document (padding has ids of its own); None where attention is plainly causal."""
+    """[B, S] int32, equal inside a document (padding has its own ids); None: attention is plainly causal."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Engine(Protocol):
         """
 
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
-        """Loss without gradient: sum of cross entropies and count of valid tokens, over all ranks' batches."""
+        """Loss without gradient: sum of cross entropies and count of valid tokens over all ranks' batches."""
 
     def chunks(self) -> list[Chunk]:
         """This rank's state as live views; valid until the next train_step. Local: no communication."""

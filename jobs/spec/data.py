@@ -8,7 +8,7 @@ from jobs.spec.base import SpecSection
 
 
 class PythonCorpus(SpecSection):
-    """The corpus that needs no network: the interpreter's documentation topics and standard library sources."""
+    """The corpus that needs no network: the interpreter's documentation topics and library sources."""
 
     kind: Literal["python"] = "python"
     weight: float = Field(default=1.0, gt=0)
@@ -64,7 +64,7 @@ class FileTokenizer(SpecSection):
     kind: Literal["file"]
     path: str
     end_of_document: str | None = None
-    """Token that ends a document; None takes <|endoftext|>, <|end_of_text|> or </s>, whichever the file has."""
+    """Token that ends a document; None takes <|endoftext|>, <|end_of_text|> or </s>, as the file has it."""
 
 
 class BpeTokenizer(SpecSection):
@@ -88,7 +88,7 @@ class DataSpec(SpecSection):
     seq_len: int = Field(gt=1)
     """Tokens that enter the model a sequence (labels are the same tokens shifted by one)."""
     packing: Literal["concat", "pad"] = "concat"
-    """concat: documents one after another, cut at seq_len; pad: whole documents, first-fit, the rest padding."""
+    """concat: documents one after another, cut at seq_len; pad: whole documents, first-fit, then padding."""
     mask_documents: bool = True
     """No attention across document borders, and positions restart at each document."""
     validation_frac: float = Field(default=0.01, ge=0, lt=1)

@@ -87,7 +87,7 @@ class TrackingSection(SpecSection):
     experiment: str = "packtrain"
     log_every_steps: int = Field(default=1, gt=0)
     flops_convention: Literal["causal_half", "full_attention"] = "causal_half"
-    """Attention FLOPs counted half (Megatron) or in full (torchtitan): 6 or 12 * n_layers * d_model * seq_len a token."""
+    """Attention FLOPs a token: 6 (half, Megatron) or 12 (full, torchtitan) * n_layers * d_model * seq_len."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one rank's device for MFU; None measures a matrix product at start."""
 
@@ -132,16 +132,17 @@ class JobSpec(SpecSection):
     def _sequence_fits(self) -> Self:
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
-                f"data.seq_len={self.data.seq_len} is longer than model.max_seq_len={self.model.max_seq_len}; "
-                "shorten the one or raise the other"
+                f"data.seq_len={self.data.seq_len} is longer than "
+                f"model.max_seq_len={self.model.max_seq_len}; shorten the one or raise the other"
             )
         return self
 
     @model_validator(mode="after")
     def _stage_zero_is_fp32(self) -> Self:
-        if self.strategy.kind == "deepspeed_zero" and self.strategy.stage == 0 and self.train.precision != "fp32":
+        strategy = self.strategy
+        if strategy.kind == "deepspeed_zero" and strategy.stage == 0 and self.train.precision != "fp32":
             raise ValueError(
-                "strategy.stage=0 with train.precision=bf16: DeepSpeed's unfused bf16 optimizer takes one extra step "
-                "at construction and trains wrongly; choose stage 1 or precision fp32"
+                "strategy.stage=0 with train.precision=bf16: DeepSpeed's unfused bf16 optimizer takes one "
+                "extra step at construction and trains wrongly; choose stage 1 or precision fp32"
             )
         return self

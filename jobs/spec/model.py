@@ -8,7 +8,7 @@ from jobs.spec.base import SpecSection
 
 
 class RopeScaling(SpecSection):
-    """Llama 3.1's frequency scaling of rotary embeddings (arXiv 2407.21783, section 3.4; Hugging Face's `llama3`)."""
+    """Llama 3.1's frequency scaling of rotary embeddings (Hugging Face's `llama3`)."""
 
     kind: Literal["llama3"] = "llama3"
     factor: float = Field(default=8.0, gt=0)
@@ -48,7 +48,9 @@ class ModelSpec(SpecSection):
                 f"choose n_kv_heads in {[k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs: choose an even one")
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd; rotary embeddings need pairs: choose an even one"
+            )
         return self
 
     @property
