@@ -8,7 +8,7 @@ from jobs.spec.base import SpecSection
 
 
 class RopeScaling(SpecSection):
-    """Llama 3.1's frequency scaling of rotary embeddings (Hugging Face's `llama3`)."""
+    """Llama 3.1's frequency scaling of rotary embeddings: Hugging Face's `llama3` (arXiv 2407.21783, 3.4)."""
 
     kind: Literal["llama3"] = "llama3"
     factor: float = Field(default=8.0, gt=0)
