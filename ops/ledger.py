@@ -1,7 +1,7 @@
-"""What happened in a run, on disk: the ledger's events and the metrics of each step, as append-only JSON lines.
+"""What happened in a run, on disk: the ledger's events and each step's metrics, as append-only JSON lines.
 
-One writer a file, one write() a line: whatever kills a process, at most its last line is torn, and readers pass over
-it. Non-finite figures are written as the strings "nan", "inf" and "-inf", so the files stay plain JSON.
+One writer a file, one write() a line: whatever kills a process, at most its last line is torn, and readers
+pass over it. Non-finite figures are written as the strings "nan", "inf" and "-inf", which is plain JSON.
 
 Does not decide anything and draws nothing: goodput.py counts the seconds, report.py sums up.
 """
@@ -23,7 +23,7 @@ LEDGER_DIR = "ledger"
 METRICS_FILE = "metrics.jsonl"
 
 UNSYNCED_KINDS = frozenset({"checkpoint_blocked", "checkpoint_skipped"})
-"""Kinds that are frequent, or cheap to lose: written without fsync. All others are on disk when write() returns."""
+"""Kinds that are frequent or cheap to lose: written without fsync. All others are on disk after write()."""
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -56,7 +56,7 @@ class Event:
 
 
 def plain_value(value: Any) -> Any:
-    """A value that JSON can hold: non-finite floats become "nan", "inf", "-inf", unknown types their str()."""
+    """A value that JSON can hold: non-finite floats become "nan", "inf", "-inf", other types their str()."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     if isinstance(value, float):
@@ -69,7 +69,7 @@ def plain_value(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A figure of metrics.jsonl as a float, the strings "nan", "inf", "-inf" included; None for anything else."""
+    """A figure of metrics.jsonl as a float, the strings "nan", "inf", "-inf" included; None for all else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -78,7 +78,7 @@ def number(value: Any) -> float | None:
 
 
 class JsonLinesWriter:
-    """Appends JSON objects to one file, one write() a line. Never raises after it was built; safe between threads.
+    """Appends JSON objects to one file, one write() a line. Never raises; safe between threads.
 
     A full disk must not end a run: lines that could not be written whole are counted in `n_lost`.
     """
@@ -121,9 +121,7 @@ class JsonLinesWriter:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             size = os.fstat(self._fd).st_size
             self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-        if (
-            self._is_torn
-        ):  # a writer before us, or a full disk, left half a line: ours must not be glued to it
+        if self._is_torn:  # half a line was left by a full disk or a killed writer: keep ours apart from it
             data = b"\n" + data
         written = os.write(self._fd, data)
         self._is_torn = written < len(data) if written else self._is_torn
@@ -151,7 +149,7 @@ class MetricsWriter(JsonLinesWriter):
         self._who = {"attempt": attempt, "generation": generation}
 
     def write_step(self, record: StepRecord, *, at: float | None = None, **more: Any) -> bool:
-        """Append one step; `tokens_per_s` is this step's valid tokens over this step's time, unless given in `more`.
+        """Append one step; `tokens_per_s` is this step's valid tokens over this step's time.
 
         Args:
             record: the step.
@@ -187,10 +185,10 @@ class Tail:
         self.n_bad_lines = 0
 
     def read(self, max_bytes: int = 4 << 20) -> list[dict[str, Any]]:
-        """The objects of the lines that were completed since the last call, at most about `max_bytes` of them.
+        """The objects of the lines that were completed since the last call, about `max_bytes` at most.
 
-        A line that is no JSON object is counted in `n_bad_lines` and passed over; a last line without its newline is
-        left for the next call.
+        A line that is no JSON object is counted in `n_bad_lines` and passed over; a last line without its
+        newline is left for the next call.
         """
         try:
             with self.path.open("rb") as file:
@@ -238,7 +236,7 @@ class LedgerTail:
 
 
 def read_ledger(run_dir: str | os.PathLike[str]) -> list[Event]:
-    """All events of a run, of all writers, by time (those of one writer at one instant in the order written)."""
+    """All events of a run, of all writers, by time (those of one writer and instant in the order written)."""
     events = []
     for path in _ledger_files(Path(run_dir) / LEDGER_DIR):
         for line in _read_lines(path):
@@ -249,7 +247,7 @@ def read_ledger(run_dir: str | os.PathLike[str]) -> list[Event]:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All lines of metrics.jsonl in the order written, with "nan", "inf" and "-inf" turned back into floats."""
+    """All lines of metrics.jsonl in the order written, "nan", "inf" and "-inf" turned back into floats."""
     return [
         {
             key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
