@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from jobs.mesh import Mesh
 
@@ -39,7 +40,7 @@ class Groups:
         return self.mesh.coordinates(self.rank)["dp"]
 
 
-def init_groups(mesh: Mesh, rank: int, store: dist.Store, backend: str, timeout_s: float) -> Groups:
+def init_groups(mesh: Mesh, rank: int, store: Store, backend: str, timeout_s: float) -> Groups:
     """Join the run: initialise torch.distributed and make every group. Collective over all ranks.
 
     Args:

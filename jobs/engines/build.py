@@ -1,0 +1,34 @@
+"""Which engine executes a run. Imports an engine only when the spec asks for it."""
+
+from typing import assert_never
+
+import torch
+
+from jobs.comm.groups import Groups
+from jobs.engines.base import Engine
+from jobs.engines.native import NativeEngine
+from jobs.spec.job import JobSpec
+from jobs.spec.strategy import DeepspeedZeroStrategy, NativeStrategy
+
+
+def build_engine(spec: JobSpec, groups: Groups, device: torch.device) -> Engine:
+    """The engine of spec.strategy, with start weights by name and seed. Collective over all ranks.
+
+    Args:
+        spec: the run.
+        groups: this rank's groups; their mesh is the spec's.
+        device: this rank's device.
+
+    Raises:
+        ValueError: the groups are not of the size that the spec asks for.
+    """
+    if groups.world_size != spec.world_size:
+        raise ValueError(f"the spec asks for {spec.world_size} ranks, the groups hold {groups.world_size}")
+    match spec.strategy:
+        case NativeStrategy():
+            return NativeEngine(spec, groups, device)
+        case DeepspeedZeroStrategy():
+            from jobs.engines.deepspeed_zero import DeepspeedZeroEngine
+
+            return DeepspeedZeroEngine(spec, groups, device)
+    assert_never(spec.strategy)

@@ -1,0 +1,65 @@
+"""FLOPs per trained token and MFU, each with a named convention: the conventions differ by up to 12 percent.
+
+Counts forward and backward once (no recomputation), multiply and add as two. Pure arithmetic: no torch.
+"""
+
+from typing import Literal, assert_never
+
+from jobs.spec.model import ModelSpec
+
+Convention = Literal["causal_half", "full_attention"]
+
+
+def n_matmul_params(model: ModelSpec) -> int:
+    """Weights that every token is multiplied with: the layers' matrices, and the logits' (tied or not)."""
+    attention = model.d_model * model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
+    return model.n_layers * (attention + 3 * model.d_model * model.d_ff) + model.vocab_size * model.d_model
+
+
+def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention) -> float:
+    """Model FLOPs per token, forward and backward.
+
+    With L layers, h = n_heads * head_dim, s = seq_len:
+
+        causal_half      6 * matmul parameters (logits included) + 6 L h s     (Megatron-LM)
+        full_attention   6 * (N - N_embedding) + 12 L h s                      (torchtitan)
+
+    Attention costs 12 L h s a token if every pair of positions is counted, half of it where the causal half
+    is left out. N counts norm weights also. Tied embeddings are kept in N: the same matrix makes the
+    logits.
+
+    Args:
+        model: the model.
+        seq_len: tokens of one sequence.
+        convention: how attention is counted.
+    """
+    attention = model.n_layers * model.n_heads * model.head_dim * seq_len
+    match convention:
+        case "causal_half":
+            return 6.0 * n_matmul_params(model) + 6.0 * attention
+        case "full_attention":
+            looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
+            return 6.0 * (model.n_params - looked_up) + 12.0 * attention
+    assert_never(convention)
+
+
+def mfu_frac(
+    model: ModelSpec,
+    seq_len: int,
+    convention: Convention,
+    *,
+    tokens_per_s: float,
+    n_ranks: int,
+    peak_tflops: float,
+) -> float:
+    """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), 0 .. 1.
+
+    Args:
+        model: the model.
+        seq_len: tokens of one sequence.
+        convention: how attention is counted.
+        tokens_per_s: trained tokens a second of the whole run in this step (padding left out).
+        n_ranks: devices.
+        peak_tflops: peak of one device in 1e12 FLOP/s.
+    """
+    return tokens_per_s * flops_per_token(model, seq_len, convention) / (n_ranks * peak_tflops * 1e12)
