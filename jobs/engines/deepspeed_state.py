@@ -1,0 +1,194 @@
+"""Where DeepSpeed keeps fp32 masters and moments, given out as chunks. Only publish_masters communicates.
+
+A Fragment is the piece of one parameter inside one of the flat tensors that a rank updates.
+
+    stage 0       no flat tensors: every rank holds every parameter whole, and each writes a share
+    stage 1, 2    a parameter group, flattened and padded at the end, is cut into dp equal ranges: one a rank
+    stage 3       every parameter, flattened and padded at its end, is cut into dp equal ranges; a rank's
+                  ranges of a sub-group lie one after another in one flat tensor
+
+DeepSpeed offers this state only one gathered parameter at a time, so its own attributes are read here; the
+tests hold them to the pinned version. Takes no step and reads no file.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from jobs.comm.buckets import plan_writers
+from jobs.state import Chunk, boxes_of_flat_range
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's state beside the step counter, under torch's names."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + n_elements) of a flattened parameter, held by this rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Global shape of the parameter."""
+    start: int
+    n_elements: int
+    holder: torch.Tensor
+    """The fp32 tensor that the torch optimizer updates and knows the moments by."""
+    offset: int
+    """Where the fragment begins in the flattened holder."""
+    is_writer: bool
+
+    def of(self, laid_out_like_holder: torch.Tensor) -> torch.Tensor:
+        """The fragment's elements of the holder or of a moment: [n_elements], a view."""
+        return laid_out_like_holder.detach().view(-1)[self.offset : self.offset + self.n_elements]
+
+
+def find_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -> list[Fragment]:
+    """This rank's fragments under stages 1 to 3. Local.
+
+    Args:
+        zero_optimizer: the optimizer that deepspeed.initialize returned.
+        names: logical name of each module parameter.
+
+    Raises:
+        TypeError: an optimizer class whose layout is not known here.
+    """
+    match type(zero_optimizer).__name__:
+        case "BF16_Optimizer":
+            return list(_bf16_stage_1_fragments(zero_optimizer, names))
+        case "DeepSpeedZeroOptimizer":
+            return list(_stage_1_and_2_fragments(zero_optimizer, names))
+        case "DeepSpeedZeroOptimizer_Stage3":
+            return list(_stage_3_fragments(zero_optimizer, names))
+        case other:
+            raise TypeError(f"no layout is known for DeepSpeed's {other}")
+
+
+def replicated_fragments(
+    parameters: Mapping[str, torch.Tensor], dp_rank: int, dp_size: int
+) -> list[Fragment]:
+    """Stage 0: everything, in the shares that the dp ranks write. Local."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    fragments = []
+    for name, shares in plan_writers(shapes, dp_size).items():
+        shape = shapes[name]
+        row = prod(shape[1:])
+        for rows in shares:
+            start, n_elements = rows.start * row, (rows.stop - rows.start) * row
+            is_writer = rows.writer == dp_rank
+            fragments.append(Fragment(name, shape, start, n_elements, parameters[name], start, is_writer))
+    return fragments
+
+
+def create_moments(torch_optimizer: torch.optim.Optimizer, holders: Iterable[torch.Tensor]) -> None:
+    """Zero moments and step counter 0 for fused AdamW, as its first step would make them. Local.
+
+    A checkpoint can then be read into a fresh engine without a throw-away training step. SGD has no state.
+    """
+    if not isinstance(torch_optimizer, torch.optim.AdamW):
+        return
+    for holder in holders:
+        state = torch_optimizer.state[holder]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=holder.device)
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(
+                    holder, memory_format=torch.preserve_format, requires_grad=False
+                )
+
+
+def set_step_counters(torch_optimizer: torch.optim.Optimizer, n_updates: int) -> None:
+    """Adam's bias correction goes on from `n_updates` steps taken. Local."""
+    for state in torch_optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(n_updates)
+
+
+def fragment_chunks(fragments: Iterable[Fragment], torch_optimizer: torch.optim.Optimizer) -> list[Chunk]:
+    """Masters and moments of the fragments as live views. Local."""
+    chunks = []
+    for fragment in fragments:
+        state = torch_optimizer.state.get(fragment.holder, {})
+        views = {f"model/{fragment.name}": fragment.of(fragment.holder)}
+        views |= {f"optim/{m}/{fragment.name}": fragment.of(state[m]) for m in MOMENTS if m in state}
+        boxes = boxes_of_flat_range(fragment.shape, fragment.start, fragment.start + fragment.n_elements)
+        for name, elements in views.items():
+            position = 0
+            for offsets, sizes in boxes:
+                n_elements = prod(sizes)
+                tensor = elements[position : position + n_elements].view(sizes)
+                position += n_elements
+                chunks.append(Chunk(name, fragment.shape, offsets, tensor, fragment.is_writer))
+    return chunks
+
+
+def publish_masters(zero_optimizer: Any) -> None:
+    """Make the weights of the forward pass equal to the masters, as the end of a step does. Collective."""
+    if not hasattr(zero_optimizer, "fp32_partitioned_groups_flat"):
+        zero_optimizer.update_lp_params()
+        return
+    zero_optimizer._partition_all_parameters()
+    for sub_group in range(len(zero_optimizer.fp16_groups)):
+        zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+    persistent = zero_optimizer.persistent_parameters
+    if persistent:
+        persistent[0].all_gather(persistent)
+
+
+def _bf16_stage_1_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Fragment]:
+    """BF16_Optimizer: what DeepSpeed takes for stage 1 in bf16 with fp32 gradient accumulation."""
+    groups = zip(zero_optimizer.bf16_groups, zero_optimizer.fp32_groups_flat_partition, strict=True)
+    for parameters, partition in groups:
+        offsets, end = [], 0
+        for parameter in parameters:
+            offsets.append(end)
+            end += parameter.numel()
+        yield from _fragments_in_range(parameters, offsets, partition, zero_optimizer.dp_rank, names)
+
+
+def _stage_1_and_2_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Fragment]:
+    groups = zip(
+        zero_optimizer.round_robin_bit16_groups,
+        zero_optimizer.round_robin_bit16_offsets,
+        zero_optimizer.single_partition_of_fp32_groups,
+        zero_optimizer.real_dp_process_group,
+        strict=True,
+    )
+    for parameters, offsets, partition, group in groups:
+        rank = torch.distributed.get_rank(group)
+        yield from _fragments_in_range(parameters, offsets, partition, rank, names)
+
+
+def _fragments_in_range(
+    parameters: Iterable[torch.nn.Parameter],
+    offsets: Iterable[int],
+    partition: torch.Tensor,
+    dp_rank: int,
+    names: Mapping[torch.Tensor, str],
+) -> Iterator[Fragment]:
+    """Parts of parameters laid out at `offsets` that fall into the rank's range of the flattened group."""
+    begin = dp_rank * partition.numel()
+    end = begin + partition.numel()
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        first, last = max(begin, offset), min(end, offset + parameter.numel())
+        if first < last:
+            shape = tuple(parameter.shape)
+            yield Fragment(
+                names[parameter], shape, first - offset, last - first, partition, first - begin, True
+            )
+
+
+def _stage_3_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Fragment]:
+    sub_groups = zip(zero_optimizer.fp16_groups, zero_optimizer.fp32_partitioned_groups_flat, strict=True)
+    for index, (parameters, flat) in enumerate(sub_groups):
+        rank = zero_optimizer._get_sub_group_partition_rank(index)
+        offset = 0
+        for parameter in parameters:
+            size = parameter.partition_numel()
+            first, last = rank * size, min((rank + 1) * size, parameter.ds_numel)
+            if first < last:  # else all of it is padding
+                shape = tuple(parameter.ds_shape)
+                yield Fragment(names[parameter], shape, first, last - first, flat, offset, True)
+            offset += size
