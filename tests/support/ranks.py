@@ -140,6 +140,7 @@ def _run(rank: int, world_size: int, store: str, timeout_s: float, payload: byte
     from jobs.mesh import Mesh
 
     torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed asks for it
     fn, args = pickle.loads(payload)
     groups = init_groups(
         Mesh(dp=world_size), rank, dist.FileStore(store, world_size), backend="gloo", timeout_s=timeout_s
