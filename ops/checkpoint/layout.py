@@ -1,11 +1,11 @@
-"""Names inside a checkpoint folder: which entries are checkpoints, and in which order. Reads names, not contents.
+"""Names inside a checkpoint folder: which entries are checkpoints, in which order. Reads no contents.
 
-    checkpoints/
-      step-00000020/                          a checkpoint, if manifest.json is in it; else a save that was not finished
-        shard-00000-of-00002.safetensors      one file a rank
-        shard-00001-of-00002.safetensors
-        manifest.json                         written last: its appearance is the commit
-      notes/  7/  ...                         not ours: never read, never removed
+checkpoints/
+  step-00000020/                          a checkpoint if manifest.json is in it, else an unfinished save
+    shard-00000-of-00002.safetensors      one file a rank
+    shard-00001-of-00002.safetensors
+    manifest.json                         written last: its appearance is the commit
+  notes/  7/  ...                         not ours: never read, never removed
 """
 
 import re
@@ -54,7 +54,7 @@ def list_steps(checkpoint_dir: Path) -> list[int]:
 
 
 def is_committed(path: Path) -> bool:
-    """The folder holds a manifest. Says nothing of whether its bytes are still right: see reader.find_newest."""
+    """The folder holds a manifest. Whether its bytes are still right: see reader.find_newest."""
     return (path / MANIFEST).is_file()
 
 
