@@ -149,17 +149,15 @@ class BatchSource:
         """The global batch whose first sample is `ordinal`, as JSON values, its sequences in order.
 
         Returns:
-            step: number of the step that trains on it (1 for the first); sample_ids: number of each sequence,
-            counted over all sources one after another; tokens, labels: [[S ids]]; documents: for each
-            sequence its documents as {source, document, slot, n_tokens}, `document` counted in the training
-            split of its source.
+            sample_ids: number of each sequence, counted over all sources one after another; tokens, labels:
+            [[S ids]]; documents: for each sequence its documents as {source, document, slot, n_tokens}, with
+            `document` counted in the training split of its source.
         """
         samples = self._global_samples(ordinal)
         first_of_source = [0, *accumulate(one.n_sequences for one in self._train)]
         batch = _read(self._train, samples.sources, samples.sequences)
         places = list(zip(samples.sources.tolist(), samples.sequences.tolist(), strict=True))
         return {
-            "step": ordinal // self._global_batch + 1,
             "sample_ids": [first_of_source[source] + sequence for source, sequence in places],
             "tokens": batch.tokens.tolist(),
             "labels": batch.labels.tolist(),
@@ -179,6 +177,23 @@ class BatchSource:
 
     def _global_samples(self, ordinal: int) -> Samples:
         return self._sampler.locate(np.arange(ordinal, ordinal + self._global_batch, dtype=np.int64))
+
+
+def peek_step(prepared: PreparedData, spec: JobSpec, step: int) -> dict[str, Any]:
+    """What a step trains on over all ranks: BatchSource.peek of its global batch, and the step's number.
+
+    Args:
+        prepared: the run's data.
+        spec: the run.
+        step: 1 for the first step of a run.
+
+    Raises:
+        ValueError: there is no such step.
+    """
+    if step < 1:
+        raise ValueError(f"step={step}: the first step of a run is 1")
+    source = BatchSource(prepared, spec, dp=spec.strategy.dp, dp_rank=0)
+    return {"step": step, **source.peek((step - 1) * spec.train.global_batch_size)}
 
 
 class Prefetcher:

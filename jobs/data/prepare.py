@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from jobs.data.corpus import count_bytes, describe_content, iter_texts
 from jobs.data.packing import open_packings, write_padding_plan
@@ -87,6 +88,22 @@ class PreparedData:
     def max_id(self) -> int:
         """Largest token id in the data."""
         return max(source.max_id for source in self.sources)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts of the whole as plain JSON values."""
+        return {
+            "cache_dir": str(self.cache_dir),
+            "documents": self.n_documents,
+            "empty_documents_skipped": self.n_empty_documents,
+            "tokens": self.n_tokens,
+            "train_tokens": sum(source.n_train_tokens for source in self.sources),
+            "validation_tokens": sum(source.n_validation_tokens for source in self.sources),
+            "max_id": self.max_id,
+            "vocab_size": self.vocab_size,
+            "tokenizer_json": str(self.tokenizer_json),
+            "tokenizer_fingerprint": self.tokenizer_fingerprint,
+            "fingerprint": self.fingerprint,
+        }
 
 
 def prepare(data: DataSpec, storage: Path, progress: Callable[[str], None] | None = None) -> PreparedData:
