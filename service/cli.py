@@ -1,0 +1,212 @@
+"""The command line: the verbs of a run. Parses and prints; what a verb does is in the module it calls.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 stopped or preempted.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from jobs.errors import PacktrainError
+from service import cli_checkpoint, cli_data
+from service.origin import OriginError, find_source_root
+
+app = typer.Typer(
+    name="packtrain",
+    help="Long LLM training runs on Ray clusters that survive failures.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_checkpoint.app, name="checkpoint")
+
+SpecPath = Annotated[Path, typer.Argument(help="A spec (YAML).", show_default=False)]
+RunName = Annotated[str, typer.Argument(help="Run id, or path of a run's folder.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override one key: a.b=c. Repeatable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Storage = Annotated[Path, typer.Option("--storage", help="Folder of runs.")]
+Address = Annotated[str | None, typer.Option("--address", help="Ray address; none embeds a cluster.")]
+DEFAULT_STORAGE = Path("runs")
+
+
+def say(line: str) -> None:
+    """One line to the user."""
+    typer.echo(line)
+
+
+@app.command()
+def validate(spec: SpecPath, set_: Overrides = None, *, as_json: AsJson = False) -> None:
+    """Check a spec: prints the resolved JSON, or every error with file:line. Imports neither torch nor Ray."""
+    from jobs.spec.load import load_spec, resolved_json
+
+    loaded = load_spec(spec, set_ or [])
+    if as_json or not sys.stdout.isatty():
+        say(resolved_json(loaded))
+    else:
+        say(resolved_json(loaded))
+        say(f"ok: {loaded.model.n_params:,} parameters, {loaded.world_size} ranks")
+
+
+@app.command()
+def run(
+    spec: SpecPath,
+    set_: Overrides = None,
+    address: Address = None,
+    *,
+    demo_kill: Annotated[
+        bool, typer.Option(help="Kill a rank and a Ray worker with -9 on the way, to see the recovery.")
+    ] = False,
+    export: Annotated[
+        Path | None, typer.Option(help="Export the trained weights in Hugging Face form to this folder.")
+    ] = None,
+) -> None:
+    """Train in the foreground: embedded Ray when no cluster is named; Ctrl-C saves and stops."""
+    from jobs.spec.load import load_spec
+    from service.run_store import new_run_id
+    from service.runner import RunOptions, start_run
+
+    loaded = load_spec(spec, set_ or [])
+    run_dir = (Path(loaded.run.storage) / new_run_id(loaded, spec)).resolve()
+    raise typer.Exit(
+        start_run(loaded, run_dir, RunOptions(address, demo_kill=demo_kill, export_dir=export), say)
+    )
+
+
+@app.command()
+def resume(
+    run_name: RunName,
+    set_: Overrides = None,
+    storage: Storage = DEFAULT_STORAGE,
+    address: Address = None,
+) -> None:
+    """Go on with a run from its newest verified checkpoint (its driver died, or it was stopped or failed)."""
+    from service.run_store import find_run
+    from service.runner import RunOptions, changed_spec, resume_run
+
+    run_dir = find_run(run_name, storage)
+    raise typer.Exit(resume_run(changed_spec(run_dir, set_ or [], say), run_dir, RunOptions(address), say))
+
+
+@app.command()
+def submit(
+    spec: SpecPath,
+    set_: Overrides = None,
+    address: Annotated[str, typer.Option(help="Dashboard of the cluster.")] = "http://127.0.0.1:8265",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Run a spec through Ray Jobs on a cluster; prints the run id and returns."""
+    from service.submit import submit_run
+
+    submitted = submit_run(spec, set_ or [], address)
+    say(json.dumps(submitted) if as_json else f"run {submitted['run_id']}  job {submitted['job_id']}")
+
+
+@app.command(name="list")
+def list_(storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> None:
+    """All runs below a storage folder."""
+    from service.run_status import summaries
+
+    rows = summaries(storage.resolve())
+    if as_json:
+        say(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
+        say(
+            f"{row['run_id']:40} {row['status']:10} step {row['step']}/{row['steps']}  loss {loss}  attempts {row['attempts']}"
+        )
+    if not rows:
+        say(f"no runs in {storage}")
+
+
+@app.command()
+def status(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> None:
+    """Where one run is."""
+    from service.run_status import summary
+    from service.run_store import find_run
+
+    row = summary(find_run(run_name, storage))
+    say(
+        json.dumps(row, indent=2) if as_json else "\n".join(f"{key:16} {value}" for key, value in row.items())
+    )
+
+
+@app.command()
+def logs(
+    run_name: RunName,
+    storage: Storage = DEFAULT_STORAGE,
+    rank: Annotated[int | None, typer.Option(help="One rank only.")] = None,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+) -> None:
+    """What the ranks printed, newest attempt last."""
+    from service.logs import print_logs
+    from service.run_store import find_run
+
+    print_logs(find_run(run_name, storage), rank, follow=follow, say=say)
+
+
+@app.command()
+def stop(
+    run_name: RunName,
+    storage: Storage = DEFAULT_STORAGE,
+    wait_s: Annotated[float, typer.Option(help="Wait at most so long for the end.")] = 180.0,
+) -> None:
+    """Save a checkpoint and stop; the run can be resumed."""
+    from service.run_store import find_run, read_state, stop_request
+
+    run_dir = find_run(run_name, storage)
+    state = read_state(run_dir)
+    if state.current_status(run_dir) != "RUNNING":
+        say(f"run {run_dir.name} is {state.current_status(run_dir)}: nothing to stop")
+        return
+    stop_request(run_dir).touch()
+    deadline = time.monotonic() + wait_s
+    while read_state(run_dir).current_status(run_dir) == "RUNNING":
+        if time.monotonic() > deadline:
+            raise PacktrainError(
+                f"run {run_dir.name} has not ended {wait_s:g} s after the stop request; see packtrain logs"
+            )
+        time.sleep(0.2)
+    say(f"run {run_dir.name} is {read_state(run_dir).status}")
+
+
+@app.command()
+def report(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> None:
+    """Losses, attempts, incidents with their bill, goodput by phase; also writes report.html and loss.png."""
+    from service.run_report import make_report, print_report
+    from service.run_store import find_run
+
+    run_dir = find_run(run_name, storage)
+    made = make_report(run_dir)
+    if as_json:
+        say(json.dumps(made.to_json(), indent=2))
+    else:
+        print_report(made, run_dir)
+
+
+def main() -> None:
+    """Entry of the console script: every error meant for the user is one text and exit code 2."""
+    try:
+        find_source_root()
+    except OriginError as error:
+        _refuse(error)
+    try:
+        app()
+    except PacktrainError as error:
+        _refuse(error)
+
+
+def _refuse(error: Exception) -> NoReturn:
+    typer.secho(f"error: {error}", err=True, fg="red")
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

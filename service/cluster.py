@@ -1,0 +1,94 @@
+"""The Ray cluster of a run: joined where one is named, embedded (one node, loopback) where none is."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from jobs.spec.job import JobSpec
+from service.env import get_env, prepare_ray_environment
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the live nodes of the cluster have, and what of it is free."""
+
+    n_nodes: int
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+    node_addresses: tuple[str, ...]
+
+
+def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
+    """Connect this process to Ray; returns the address.
+
+    Args:
+        spec: its worker count sizes an embedded cluster (a CPU more than the workers need is no harm there).
+        address: `host:port` or "auto"; None takes RAY_ADDRESS (set inside a Ray job), else starts an embedded cluster.
+        code_dir: folder of jobs, ops, service; actors import them from there.
+    """
+    prepare_ray_environment()
+    address = address or get_env("RAY_ADDRESS")
+    options: dict[str, Any] = {
+        "logging_level": "warning",
+        "log_to_driver": False,
+        "namespace": "packtrain",
+        "include_dashboard": False,
+    }
+    if address:
+        del options["include_dashboard"]
+        inside_job = get_env("RAY_JOB_CONFIG_JSON_ENV_VAR") is not None
+        runtime_env = (
+            {} if inside_job else {"runtime_env": {"working_dir": str(code_dir), "excludes": EXCLUDES}}
+        )
+        ray.init(address=address, **options, **runtime_env)
+        return address
+    workers = spec.world_size
+    ray.init(
+        address="local",
+        num_cpus=max(2, round(workers * spec.resources.cpus_per_worker)),
+        object_store_memory=200_000_000,
+        runtime_env={"env_vars": {"PYTHONPATH": str(code_dir)}},
+        **options,
+    )
+    return "local"
+
+
+EXCLUDES = [".git", ".venv", "runs", "tests", "docs", "build", "**/__pycache__"]
+"""What a working_dir upload leaves out."""
+
+
+def capacity() -> Capacity:
+    """What the cluster has now."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    total = [node["Resources"] for node in nodes]
+    free = ray.available_resources()
+    return Capacity(
+        n_nodes=len(nodes),
+        cpus=sum(r.get("CPU", 0.0) for r in total),
+        gpus=sum(r.get("GPU", 0.0) for r in total),
+        free_cpus=free.get("CPU", 0.0),
+        free_gpus=free.get("GPU", 0.0),
+        node_addresses=tuple(sorted(node["NodeManagerAddress"] for node in nodes)),
+    )
+
+
+def fits(spec: JobSpec, have: Capacity) -> bool:
+    """The live nodes have the resources of all workers (free or not)."""
+    workers, needs = spec.world_size, spec.resources
+    return have.cpus >= workers * needs.cpus_per_worker and have.gpus >= workers * needs.gpus_per_worker
+
+
+def wait_until_fits(spec: JobSpec, limit_s: float, give_up: Callable[[], bool]) -> bool:
+    """Wait for enough live nodes; False when the limit passed or `give_up` said so."""
+    deadline = time.monotonic() + limit_s
+    while not fits(spec, capacity()):
+        if time.monotonic() > deadline or give_up():
+            return False
+        time.sleep(0.5)
+    return True

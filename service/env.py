@@ -1,0 +1,68 @@
+"""The only file that reads or writes the process environment. Decides no policy besides the rules written here."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def get_env(name: str) -> str | None:
+    """Value of one variable, None where it is not set."""
+    return os.environ.get(name)
+
+
+def set_env(name: str, value: str) -> None:
+    """Set one variable for this process and its children."""
+    os.environ[name] = value
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """A copy of the environment with changes, for a child process."""
+    return {**os.environ, **changes}
+
+
+def update_env(values: Mapping[str, str]) -> None:
+    """Set several variables for this process and its children."""
+    os.environ.update(values)
+
+
+@contextmanager
+def temporary_env(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the length of a with-block, then restore what was there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def prepare_ray_environment() -> None:
+    """Set what Ray must find explicitly before it is imported or started.
+
+    RAY_AUTH_MODE decides who may join: left unset, Ray's parts guess differently and nodes fail to join. A value of the
+    user's wins; without one, `token` where this user has a token already, else `disabled` (an embedded cluster listens
+    on loopback only).
+    """
+    if "RAY_AUTH_MODE" not in os.environ:
+        has_token = "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").exists()
+        os.environ["RAY_AUTH_MODE"] = "token" if has_token else "disabled"
+    for name, value in RAY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+RAY_DEFAULTS = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Defaults for Ray, each overridable by the user's environment: workers are checked every half second, so that a dead
+shell is known at once, and nothing is sent to Ray's usage statistics."""

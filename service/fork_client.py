@@ -1,0 +1,164 @@
+"""The shell's side of the fork server: start it, fork a rank, hear of its messages and its end.
+
+Single-threaded use: one owner reads `events`. Knows nothing of Ray.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from service.rank_process import RankRequest
+
+
+@dataclass(frozen=True)
+class RankMessage:
+    """Something that the live rank said, or that became of it."""
+
+    event: str
+    """ "ready" | "forked" | "exited" from the server, "lost" when the server itself died, else the rank's own event."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ForkServer:
+    """A fork server process and the one rank that it may have."""
+
+    def __init__(
+        self, preload: Sequence[str], environment: Mapping[str, str], folder: Path, log_path: Path
+    ) -> None:
+        """Start the server; it imports `preload` (modules that do not import are skipped) while the caller goes on."""
+        ours, theirs = socket.socketpair()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.forkserver", str(theirs.fileno()), *preload],
+                env=dict(environment),
+                cwd=folder,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self._control = ours
+        self._channel: socket.socket | None = None
+        self._buffers: dict[socket.socket, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(ours, selectors.EVENT_READ)
+        self.rank_pid: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def watch(self, wake_up: socket.socket) -> None:
+        """Let `wait` return also when `wake_up` becomes readable (its bytes are drained)."""
+        wake_up.setblocking(False)
+        self._selector.register(wake_up, selectors.EVENT_READ, data="wake")
+
+    def fork(self, request: RankRequest) -> None:
+        """Ask for a rank. Its pid comes as the event "forked".
+
+        Raises:
+            OSError: the server is gone.
+        """
+        self._drop_channel()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            line = json.dumps(request.to_json()).encode() + b"\n"
+            sent = socket.send_fds(self._control, [line], [theirs.fileno()])
+            self._control.sendall(line[sent:])
+        self._channel = ours
+        self._selector.register(ours, selectors.EVENT_READ)
+
+    def tell_rank(self, message: Mapping[str, Any]) -> None:
+        """Send one message to the rank; a rank that is gone is no error."""
+        if self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def signal_rank(self, number: signal.Signals) -> None:
+        """Send a signal to the rank; a rank that is gone is no error."""
+        if self.rank_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.rank_pid, number)
+
+    def wait(self, timeout_s: float | None = None) -> list[RankMessage]:
+        """Block until something happens (or the wake-up socket or the time-out ends the wait)."""
+        messages: list[RankMessage] = []
+        # The rank's own channel is read before the server's "exited", so that a last word is never lost.
+        ready = sorted(self._selector.select(timeout_s), key=lambda item: item[0].fileobj is self._control)
+        for key, _ in ready:
+            if key.data == "wake":
+                with contextlib.suppress(BlockingIOError):
+                    while key.fileobj.recv(4096):  # type: ignore[union-attr]
+                        pass
+            elif key.fileobj is self._control:
+                messages += self._read_channel_to_end() if self._is_exit_pending() else []
+                messages += self._read(self._control)
+            elif isinstance(key.fileobj, socket.socket):
+                messages += self._read(key.fileobj)
+        return messages
+
+    def close(self) -> None:
+        """End the server and its rank."""
+        self._drop_channel()
+        self._selector.close()
+        self._control.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _is_exit_pending(self) -> bool:
+        with contextlib.suppress(OSError):
+            return b'"exited"' in self._control.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return False
+
+    def _read_channel_to_end(self) -> list[RankMessage]:
+        """What a rank that has exited still had in its channel."""
+        messages: list[RankMessage] = []
+        with contextlib.suppress(BlockingIOError):  # a child of the rank's may still hold the other end open
+            while self._channel is not None:
+                messages += self._read(self._channel)
+        return messages
+
+    def _read(self, source: socket.socket) -> list[RankMessage]:
+        try:
+            data = source.recv(1 << 20, socket.MSG_DONTWAIT)
+        except ConnectionError:
+            data = b""
+        if not data:
+            if source is self._channel:
+                self._drop_channel()
+                return []
+            self._selector.unregister(source)
+            return [RankMessage("lost")]
+        *lines, rest = (self._buffers.get(source, b"") + data).split(b"\n")
+        self._buffers[source] = rest
+        return [self._parse(line) for line in lines if line]
+
+    def _parse(self, line: bytes) -> RankMessage:
+        fields = json.loads(line)
+        event = fields.pop("event")
+        if event == "forked":
+            self.rank_pid = fields["pid"]
+        elif event == "exited":
+            self.rank_pid = None
+        return RankMessage(event, fields)
+
+    def _drop_channel(self) -> None:
+        if self._channel is not None:
+            self._selector.unregister(self._channel)
+            self._buffers.pop(self._channel, None)
+            self._channel.close()
+            self._channel = None

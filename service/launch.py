@@ -1,0 +1,77 @@
+"""One attempt = one TorchTrainer.fit(): places the worker shells, retries nothing, reports how it ended."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from jobs.spec.job import JobSpec
+from service.worker import ShellBackend, ShellConfig, shell_main
+
+
+@dataclass(frozen=True)
+class FitFailure:
+    """Why a fit() ended without all shells returning."""
+
+    kind: str
+    """ "worker" (a worker actor died or raised), "controller", "start" (workers could not be placed or started)."""
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
+def run_attempt(spec: JobSpec, config: ShellConfig, run_dir: Path) -> FitFailure | None:
+    """Run one attempt to its end; None when every shell returned. Blocks; safe in a thread of its own."""
+    needs = spec.resources
+    gpus = {"GPU": float(needs.gpus_per_worker)} if needs.gpus_per_worker else {}
+    trainer = TorchTrainer(
+        shell_main,
+        train_loop_config=asdict(config),
+        torch_config=ShellBackend(),  # type: ignore[arg-type]
+        scaling_config=ScalingConfig(
+            num_workers=spec.world_size,
+            use_gpu=needs.gpus_per_worker > 0,
+            resources_per_worker={"CPU": needs.cpus_per_worker, **gpus},
+            placement_strategy=needs.placement,
+        ),
+        run_config=RunConfig(
+            name=f"{run_dir.name}-{config.attempt:03d}",
+            storage_path=str(run_dir / "ray"),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+        ),
+    )
+    try:
+        trainer.fit()
+    except ray.train.WorkerGroupError as error:
+        return FitFailure("worker", str(error), tuple(sorted(error.worker_failures)))
+    except ray.train.ControllerError as error:
+        return FitFailure("start", str(error))
+    except ray.train.TrainingFailedError as error:
+        return FitFailure("worker", str(error))
+    except ray.exceptions.RayError as error:
+        return FitFailure("controller", str(error))
+    return None
+
+
+@contextlib.contextmanager
+def coordinator_actor(run_dir: Path, spec: JobSpec, name: str) -> Iterator[Any]:
+    """The run's coordinator, on the driver's node; it goes when the driver does."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from service.coordinator import Coordinator
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = (
+        ray.remote(Coordinator)
+        .options(name=name, num_cpus=0, max_concurrency=1000, scheduling_strategy=here)
+        .remote(str(run_dir), spec.resilience.model_dump_json())
+    )
+    try:
+        yield actor
+    finally:
+        ray.kill(actor)

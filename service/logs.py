@@ -1,0 +1,31 @@
+"""What the ranks of a run printed: whole, or followed until the run ends."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from service.run_store import read_state
+
+
+def print_logs(run_dir: Path, rank: int | None, *, follow: bool, say: Callable[[str], None]) -> None:
+    """Print the lines of all attempts, each behind its attempt and rank; with `follow`, new ones as they come."""
+    read_up_to: dict[Path, int] = {}
+    while True:
+        is_running = read_state(run_dir).current_status(run_dir) == "RUNNING"
+        for path in sorted((run_dir / "logs").glob("attempt-*/rank-*.log")):
+            if rank is None or path.stem == f"rank-{rank:05d}":
+                _print_new_lines(path, read_up_to, say)
+        if not follow or not is_running:
+            return
+        time.sleep(0.3)
+
+
+def _print_new_lines(path: Path, read_up_to: dict[Path, int], say: Callable[[str], None]) -> None:
+    with path.open("rb") as file:
+        file.seek(read_up_to.get(path, 0))
+        data = file.read()
+    whole = data.rfind(b"\n") + 1
+    read_up_to[path] = read_up_to.get(path, 0) + whole
+    prefix = f"{path.parent.name.removeprefix('attempt-').lstrip('0') or '0'}:{path.stem.removeprefix('rank-').lstrip('0') or '0'}"
+    for line in data[:whole].decode(errors="replace").splitlines():
+        say(f"[{prefix}] {line}")

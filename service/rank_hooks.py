@@ -1,0 +1,109 @@
+"""What a rank does around its steps besides saving: the metrics line, and its name in the process list."""
+
+import time
+from pathlib import Path
+
+import psutil
+import setproctitle
+import torch
+
+from jobs.engines.base import Engine
+from jobs.events import EvalRecord, Progress, StepRecord
+from jobs.flops import flops_per_token
+from jobs.spec.job import JobSpec
+from ops.ledger import MetricsWriter
+
+PEAK_MATRIX_SIZE = 1024
+"""Side of the square product that stands for the device's peak where the spec names none."""
+
+
+class MetricsHook:
+    """Writes metrics.jsonl. Rank 0 only: every figure in it is one of the whole run."""
+
+    def __init__(self, spec: JobSpec, path: Path, attempt: int, generation: int, peak_tflops: float) -> None:
+        """Opens the file for appending.
+
+        Args:
+            spec: for the FLOPs of a token.
+            path: metrics.jsonl of the run.
+            attempt: this attempt's number.
+            generation: this generation's number.
+            peak_tflops: peak of one rank's device in 1e12 FLOP/s, the denominator of MFU.
+        """
+        self._writer = MetricsWriter(path, attempt, generation)
+        self._flops = flops_per_token(spec.model, spec.data.seq_len, spec.tracking.flops_convention)
+        self._n_ranks = spec.world_size
+        self._peak_tflops = peak_tflops
+        self._process = psutil.Process()
+
+    def on_start(self, engine: Engine, progress: Progress) -> None:
+        """Nothing yet: the first line is the first step's."""
+
+    def after_step(self, record: StepRecord, engine: Engine) -> None:
+        """One line."""
+        rank_tflops = record.n_tokens / record.step_time_s * self._flops / self._n_ranks / 1e12
+        self._writer.write_step(
+            record,
+            tflops_per_rank=rank_tflops,
+            mfu_frac=rank_tflops / self._peak_tflops,
+            memory_bytes=self._memory_bytes(),
+        )
+
+    def after_evaluate(self, record: EvalRecord) -> None:
+        """One line."""
+        self._writer.write_eval(record)
+
+    def on_end(self, outcome: str, engine: Engine, progress: Progress) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _memory_bytes(self) -> int:
+        """Peak allocated device memory, or this process' resident memory on the host."""
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated()
+        resident: int = self._process.memory_info().rss
+        return resident
+
+
+class TitleHook:
+    """Shows run, rank, phase and step in the process list, at most once a second."""
+
+    def __init__(self, run_id: str, rank: int) -> None:
+        """Shows nothing yet."""
+        self._name = f"packtrain[{run_id}] rank {rank}"
+        self._shown_at_mono_s = 0.0
+
+    def show(self, phase: str) -> None:
+        """Show a phase now."""
+        setproctitle.setproctitle(f"{self._name}: {phase}")
+
+    def on_start(self, engine: Engine, progress: Progress) -> None:
+        """Training begins."""
+        self.show(f"step {progress.step}")
+
+    def after_step(self, record: StepRecord, engine: Engine) -> None:
+        """Show the step."""
+        now = time.monotonic()
+        if now - self._shown_at_mono_s >= 1.0:
+            self._shown_at_mono_s = now
+            self.show(f"step {record.step}")
+
+    def after_evaluate(self, record: EvalRecord) -> None:
+        """Nothing to show."""
+
+    def on_end(self, outcome: str, engine: Engine, progress: Progress) -> None:
+        """Show how it ended."""
+        self.show(outcome)
+
+
+def measure_peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Best of a few square products of `dtype` on this rank's device and threads, in 1e12 FLOP/s."""
+    size = PEAK_MATRIX_SIZE
+    left = torch.randn(size, size, device=device).to(dtype)
+    best_s = float("inf")
+    for _ in range(4):
+        begun = time.perf_counter()
+        product = left @ left
+        product[0, 0].item()
+        best_s = min(best_s, time.perf_counter() - begun)
+    return 2 * size**3 / best_s / 1e12

@@ -1,0 +1,31 @@
+"""What `list` and `status` say of a run, from its folder alone: needs no cluster and no living driver."""
+
+from pathlib import Path
+from typing import Any
+
+from ops.ledger import read_metrics
+from service.run_store import iter_runs, read_spec, read_state
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """State, progress and place of one run."""
+    state, spec = read_state(run_dir), read_spec(run_dir)
+    steps = [record for record in read_metrics(run_dir) if "grad_norm" in record]
+    last = steps[-1] if steps else None
+    return {
+        "run_id": state.run_id,
+        "status": state.current_status(run_dir),
+        "step": last["step"] if last else 0,
+        "steps": spec.train.steps,
+        "loss": last["loss"] if last else None,
+        "tokens_per_s": last.get("tokens_per_s") if last else None,
+        "attempts": state.attempts,
+        "error": state.error.splitlines()[0] if state.error else "",
+        "run_dir": str(run_dir),
+        "mlflow_run_id": state.mlflow_run_id,
+    }
+
+
+def summaries(storage: Path) -> list[dict[str, Any]]:
+    """All runs below a storage folder, in name order."""
+    return [summary(run_dir) for run_dir in iter_runs(storage)]

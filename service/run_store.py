@@ -1,0 +1,185 @@
+"""The folder of a run: where everything of it lies, its state file, and how to find runs. Starts nothing.
+
+<storage>/<run id>/  spec.json  run.json  control/  ledger/  metrics.jsonl  logs/  checkpoints/  report.html  loss.png
+"""
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jobs.errors import SpecError
+from jobs.spec.job import JobSpec
+from jobs.spec.load import resolved_json, spec_from_json
+
+LEASE_S = 60.0
+"""A driver on another host that has not touched its lease for so long counts as dead."""
+RUNNING, FINISHED, FAILED, STOPPED, PREEMPTED = "RUNNING", "FINISHED", "FAILED", "STOPPED", "PREEMPTED"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What run.json says: the last known state of a run and who drives it."""
+
+    run_id: str
+    status: str
+    created_at: float
+    """Wall clock, unix seconds."""
+    data_dir: str = ""
+    """Folder of the prepared data."""
+    attempts: int = 0
+    """Attempts begun so far."""
+    mlflow_run_id: str | None = None
+    driver_pid: int = 0
+    driver_host: str = ""
+    driver_started_at: float = 0.0
+    """Start time of the driver process, which tells it from a later process with its pid."""
+    error: str = ""
+
+    def is_driver_alive(self, run_dir: Path) -> bool:
+        """The driver still runs: its process on this host, a lease younger than LEASE_S for one on another."""
+        if self.driver_host != socket.gethostname():
+            lease = run_dir / "control" / "driver_alive"
+            return lease.exists() and time.time() - lease.stat().st_mtime < LEASE_S
+        try:
+            return abs(psutil.Process(self.driver_pid).create_time() - self.driver_started_at) < 1.0
+        except psutil.NoSuchProcess:
+            return False
+
+    def current_status(self, run_dir: Path) -> str:
+        """The status, with a run whose driver died told from one that runs: it counts as FAILED."""
+        return FAILED if self.status == RUNNING and not self.is_driver_alive(run_dir) else self.status
+
+    def driven_by_me(self) -> "RunState":
+        """The same, with this process as its driver."""
+        me = psutil.Process()
+        return replace(
+            self,
+            driver_pid=me.pid,
+            driver_host=socket.gethostname(),
+            driver_started_at=me.create_time(),
+            error="",
+        )
+
+
+def new_run_id(spec: JobSpec, spec_path: Path) -> str:
+    """The spec's own name, or one made from the file's name and the time."""
+    if spec.run.name:
+        return spec.run.name
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", spec_path.stem).strip("-.") or "run"
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 1000:03d}"
+
+
+def create_run(spec: JobSpec, run_dir: Path) -> RunState:
+    """Make the folder of a new run and write its resolved spec.
+
+    Raises:
+        SpecError: the name is in use.
+    """
+    try:
+        run_dir.mkdir(parents=True)
+    except FileExistsError:
+        raise SpecError(
+            f"run name in use: {run_dir} exists; choose another run.name, or go on with it: packtrain resume {run_dir.name}"
+        ) from None
+    for name in ("control", "ledger", "logs", "checkpoints"):
+        (run_dir / name).mkdir()
+    write_atomically(run_dir / "spec.json", resolved_json(spec))
+    state = RunState(run_dir.name, RUNNING, time.time()).driven_by_me()
+    write_state(run_dir, state)
+    return state
+
+
+def read_spec(run_dir: Path) -> JobSpec:
+    """The resolved spec: the truth of the run."""
+    return spec_from_json((run_dir / "spec.json").read_text())
+
+
+def read_state(run_dir: Path) -> RunState:
+    """The state file.
+
+    Raises:
+        SpecError: there is no such run.
+    """
+    try:
+        values: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    except FileNotFoundError:
+        known = sorted(r.name for r in iter_runs(run_dir.parent))
+        raise SpecError(
+            f"no run {run_dir.name!r} in {run_dir.parent}; there: {', '.join(known) or 'none'}"
+        ) from None
+    return RunState(**values)
+
+
+def write_state(run_dir: Path, state: RunState) -> None:
+    """Replace the state file; a reader sees the old or the new one, never half of one."""
+    write_atomically(run_dir / "run.json", json.dumps(asdict(state), indent=2))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that it is there whole or not at all, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def iter_runs(storage: Path) -> Iterator[Path]:
+    """Folders of runs below a storage folder, in name order."""
+    if storage.is_dir():
+        yield from (path for path in sorted(storage.iterdir()) if (path / "run.json").is_file())
+
+
+def find_run(run: str, storage: Path) -> Path:
+    """Folder of a run given by id, or by path.
+
+    Raises:
+        SpecError: no such run.
+    """
+    as_path = Path(run)
+    run_dir = as_path.resolve() if (as_path / "run.json").is_file() else (storage / run).resolve()
+    read_state(run_dir)
+    return run_dir
+
+
+def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
+    """Where a rank's output goes; generations of one attempt share the file."""
+    return run_dir / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
+
+
+def stop_request(run_dir: Path) -> Path:
+    """The file whose presence asks the driver to stop the run."""
+    return run_dir / "control" / "stop"
+
+
+def touch_lease(run_dir: Path) -> None:
+    """Say that the driver lives; other hosts go by the age of this file."""
+    lease = run_dir / "control" / "driver_alive"
+    lease.touch()
+
+
+def last_step(run_dir: Path) -> int:
+    """Step of the last line of metrics.jsonl that is one; 0 before the first."""
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "grad_norm" in record:
+            return int(record["step"])
+    return 0

@@ -1,0 +1,258 @@
+"""The attempt loop of a run: start an attempt, watch it, and on its end decide (by ops.policy) what comes next.
+
+    while True:
+        wait for enough nodes -> attempt n = one fit() (in a thread) with one shell a rank
+        meanwhile: draw progress, keep the lease, look for stop requests, run drills
+        finished -> FINISHED      stopped -> STOPPED | PREEMPTED      failed -> FAILED
+        a shell, a node or the controller died -> incident -> policy -> attempt n + 1 | FAILED
+
+Failures of ranks inside a living attempt are the coordinator's. Everything that must survive this process is in the run
+folder, so a killed driver is followed by `packtrain resume`.
+"""
+
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from jobs.engines.preload import preload_modules
+from jobs.spec.job import JobSpec
+from ops.decision import Action
+from ops.incident import FailureClass, Incident
+from ops.ledger import LedgerWriter
+from service.cluster import capacity, wait_until_fits
+from service.coordinator import AttemptOutcome
+from service.launch import FitFailure, coordinator_actor, run_attempt
+from service.run_store import (
+    FAILED,
+    FINISHED,
+    PREEMPTED,
+    STOPPED,
+    RunState,
+    last_step,
+    read_state,
+    stop_request,
+    touch_lease,
+    write_atomically,
+    write_state,
+)
+from service.worker import ShellConfig
+
+POLL_S = 0.2
+NODE_DEATH_LIMIT_S = 15.0
+"""How long Ray may take to call a node dead whose workers are already gone."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How the run ended."""
+
+    status: str
+    error: str = ""
+
+
+class Supervisor:
+    """Drives one run to its end from this process."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_dir: Path,
+        code_dir: str,
+        say: Callable[[str], None],
+        watch: Callable[["Supervisor"], None],
+    ) -> None:
+        """Nothing starts yet.
+
+        Args:
+            spec: the resolved spec of the run.
+            run_dir: its folder, made by create_run.
+            code_dir: folder of jobs, ops, service on every node; empty where Ray ships the code (working_dir).
+            say: shows one line to the user.
+            watch: called about five times a second while an attempt runs.
+        """
+        self._spec = spec
+        self.run_dir = run_dir
+        self._code_dir = code_dir
+        self._say = say
+        self._watch = watch
+        self._ledger = LedgerWriter(run_dir / "ledger" / "supervisor.jsonl")
+        self._token = secrets.token_hex(8)
+        self._signals: list[int] = []
+        self._stop_asked_at: float | None = None
+        self._coordinator: Any = None
+
+    def run(self) -> RunEnd:
+        """Attempts until the run has ended; installs handlers for SIGINT and SIGTERM while it runs (main thread)."""
+        before = {
+            number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        write_atomically(self.run_dir / "control" / "token", self._token)
+        stop_request(self.run_dir).unlink(missing_ok=True)
+        name = f"coordinator-{self.run_dir.name}-{self._token}"
+        try:
+            with coordinator_actor(self.run_dir, self._spec, name) as self._coordinator:
+                end = self._attempts(name)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self._ledger.write("run_ended", status=end.status)
+        write_state(self.run_dir, replace(read_state(self.run_dir), status=end.status, error=end.error))
+        return end
+
+    def processes(self) -> dict[int, dict[str, Any]]:
+        """Node, shell pid and rank pid of each rank that runs now."""
+        found: dict[int, dict[str, Any]] = ray.get(self._coordinator.processes.remote())
+        return found
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Write an event of the driver's own to the ledger."""
+        self._ledger.write(kind, **fields)
+
+    def _attempts(self, coordinator_name: str) -> RunEnd:
+        while True:
+            if not wait_until_fits(self._spec, self._spec.resilience.wait_for_nodes_s, self._is_stop_asked):
+                return self._end_without_nodes()
+            state = read_state(self.run_dir)
+            attempt = state.attempts
+            write_state(self.run_dir, replace(state, attempts=attempt + 1))
+            self._ledger.write("attempt_started", attempt=attempt, world_size=self._spec.world_size)
+            failure, outcome = self._one_attempt(state, attempt, coordinator_name)
+            self._ledger.write(
+                "attempt_ended",
+                attempt=attempt,
+                outcome=outcome.kind,
+                error=(outcome.error or (failure.text if failure else ""))[-2000:],
+            )
+            end = self._next(failure, outcome)
+            if end is not None:
+                return end
+
+    def _one_attempt(
+        self, state: RunState, attempt: int, name: str
+    ) -> tuple[FitFailure | None, AttemptOutcome]:
+        config = ShellConfig(
+            run_dir=str(self.run_dir),
+            data_dir=state.data_dir,
+            attempt=attempt,
+            coordinator=name,
+            namespace="packtrain",
+            preload=preload_modules(self._spec.strategy.kind),
+            code_dir=self._code_dir,
+            token=self._token,
+        )
+        ray.get(self._coordinator.begin_attempt.remote(attempt, self._spec.world_size))
+        ended: list[FitFailure | None] = []
+        fit = threading.Thread(
+            target=lambda: ended.append(run_attempt(self._spec, config, self.run_dir)),
+            name=f"fit-{attempt}",
+            daemon=True,
+        )
+        fit.start()
+        while fit.is_alive():
+            fit.join(POLL_S)
+            touch_lease(self.run_dir)
+            self._watch(self)
+            self._pass_on_stop()
+        failure = ended[0] if ended else FitFailure("controller", "the thread that ran fit() died")
+        return failure, ray.get(self._coordinator.outcome.remote())
+
+    def _next(self, failure: FitFailure | None, outcome: AttemptOutcome) -> RunEnd | None:
+        match outcome.kind:
+            case "finished":
+                return RunEnd(FINISHED)
+            case "stopped":
+                return RunEnd(PREEMPTED if signal.SIGTERM in self._signals else STOPPED)
+            case "failed":
+                return RunEnd(FAILED, outcome.error)
+            case "restart":
+                return None
+        if self._is_stop_asked():
+            return RunEnd(
+                PREEMPTED if signal.SIGTERM in self._signals else STOPPED, "ended before it could save"
+            )
+        incident = self._name_incident(
+            failure or FitFailure("worker", "the shells returned without a verdict")
+        )
+        action, reason = ray.get(self._coordinator.record_incident.remote(incident))
+        if action is Action.STOP:
+            return RunEnd(FAILED, f"{reason}\n{incident.evidence}")
+        self._say(f"{incident.failure_class}: {incident.culprit}; new attempt ({reason})")
+        return None
+
+    def _name_incident(self, failure: FitFailure) -> Incident:
+        """Which part of the attempt is gone: a node, a worker shell, or Ray Train's controller."""
+        noticed_at = time.time()
+        failure_class, culprit = FailureClass.WORKER_KILLED, "Ray Train controller"
+        if failure.kind == "start":
+            failure_class, culprit = FailureClass.UNKNOWN, "start of the workers"
+        elif failure.kind == "worker":
+            places = self.processes()
+            lost = self._lost_nodes({p["node_id"]: p["node"] for p in places.values()}, failure)
+            if lost:
+                failure_class, culprit = FailureClass.NODE_LOST, f"node {', '.join(lost)}"
+            else:
+                culprit = ", ".join(
+                    f"shell of rank {r} (node {places[r]['node'] if r in places else 'unknown'})"
+                    for r in failure.ranks
+                )
+        return Incident(
+            failure_class=failure_class,
+            culprit=culprit,
+            evidence=failure.text,
+            step=last_step(self.run_dir),
+            failed_at=noticed_at,
+            detected_at=time.time(),
+        )
+
+    def _lost_nodes(self, nodes: dict[str, str], failure: FitFailure) -> list[str]:
+        """Addresses of the attempt's nodes that Ray calls dead; waits for Ray's verdict where the text hints at one."""
+        hints = "node" in failure.text.lower() or "Unavailable" in failure.text
+        deadline = time.monotonic() + (NODE_DEATH_LIMIT_S if hints and capacity().n_nodes > 1 else 0.0)
+        while True:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            lost = sorted(address for node_id, address in nodes.items() if node_id not in alive)
+            if lost or time.monotonic() > deadline:
+                return lost
+            time.sleep(0.25)
+
+    def _end_without_nodes(self) -> RunEnd:
+        if self._is_stop_asked():
+            return RunEnd(STOPPED)
+        have, needs = capacity(), self._spec.resources
+        return RunEnd(
+            FAILED,
+            f"no room for {self._spec.world_size} workers of {needs.cpus_per_worker:g} CPUs and {needs.gpus_per_worker} GPUs: the "
+            f"{have.n_nodes} live nodes have {have.cpus:g} CPUs and {have.gpus:g} GPUs, and none came within "
+            f"resilience.wait_for_nodes_s={self._spec.resilience.wait_for_nodes_s:g}",
+        )
+
+    # ------------------------------------------------------------------ stopping
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self._signals.append(number)
+
+    def _is_stop_asked(self) -> bool:
+        return bool(self._signals) or stop_request(self.run_dir).exists()
+
+    def _pass_on_stop(self) -> None:
+        """Ask the ranks to save and leave; after the grace time, or a third Ctrl-C, end them as they are."""
+        if not self._is_stop_asked():
+            return
+        if self._stop_asked_at is None:
+            self._stop_asked_at = time.monotonic()
+            self._say("stopping: the ranks save a checkpoint and leave")
+            ray.get(self._coordinator.request_stop.remote())
+        elif (
+            time.monotonic() - self._stop_asked_at > self._spec.resilience.stop_grace_s
+            or len(self._signals) >= 3
+        ):
+            self._stop_asked_at = float("inf")
+            self._say("stop grace is over: ending the ranks without a further checkpoint")
+            ray.get(self._coordinator.abandon.remote())

@@ -1,0 +1,107 @@
+"""A fork server, its rank, and what the shell hears: real processes, real signals."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.env import environment
+from service.fork_client import ForkServer, RankMessage
+from service.rank_process import RankRequest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def request_for(tmp_path: Path, rank: int) -> RankRequest:
+    return RankRequest(
+        run_dir=str(tmp_path / "no-such-run"),
+        data_dir="",
+        attempt=0,
+        generation=0,
+        rank=rank,
+        local_rank=rank,
+        node_rank=0,
+        world_size=2,
+        local_world_size=2,
+        node="127.0.0.1",
+        log_path=str(tmp_path / f"rank-{rank}.log"),
+    )
+
+
+def wait_for(server: ForkServer, event: str, limit_s: float = 40.0) -> tuple[RankMessage, list[RankMessage]]:
+    seen: list[RankMessage] = []
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for message in server.wait(1.0):
+            seen.append(message)
+            if message.event == event:
+                return message, seen
+    raise AssertionError(f"no {event!r} within {limit_s} s; heard {[m.event for m in seen]}")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ForkServer]:
+    made = ForkServer(("torch", "no_such_module"), environment(), ROOT, tmp_path / "server.log")
+    yield made
+    made.close()
+    assert not psutil.pid_exists(made.pid)
+
+
+def test_a_missing_module_is_skipped_and_an_error_is_told_with_its_traceback(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    ready, _ = wait_for(server, "ready")
+    assert ready.fields["missing"] == ["no_such_module"]
+    started = time.monotonic()
+    server.fork(request_for(tmp_path, 0))
+    exited, seen = wait_for(server, "exited")
+    assert exited.fields["exit_code"] == 1
+    error = next(m for m in seen if m.event == "error")
+    assert "no-such-run" in error.fields["traceback"]
+    assert "no-such-run" in (tmp_path / "rank-0.log").read_text()
+    assert time.monotonic() - started < 20
+    server.fork(request_for(tmp_path, 0))  # the server is warm for the next
+    assert wait_for(server, "exited")[0].fields["exit_code"] == 1
+
+
+def test_a_killed_server_takes_its_rank_with_it(server: ForkServer, tmp_path: Path) -> None:
+    wait_for(server, "ready")
+    server.fork(hanging(tmp_path))
+    forked, _ = wait_for(server, "forked")
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(server, "lost", 5.0)
+    assert_gone(forked.fields["pid"])
+
+
+def test_closing_the_shell_side_ends_server_and_rank(tmp_path: Path) -> None:
+    server = ForkServer((), environment(), ROOT, tmp_path / "server.log")
+    server.fork(hanging(tmp_path))
+    forked, _ = wait_for(server, "forked")
+    server.close()
+    assert_gone(forked.fields["pid"])
+
+
+def test_a_killed_rank_is_reported_with_its_signal(server: ForkServer, tmp_path: Path) -> None:
+    server.fork(hanging(tmp_path))
+    forked, _ = wait_for(server, "forked")
+    os.kill(forked.fields["pid"], signal.SIGKILL)
+    assert wait_for(server, "exited")[0].fields["exit_code"] == -signal.SIGKILL
+
+
+def hanging(tmp_path: Path) -> RankRequest:
+    """A rank that waits for a store which nobody opens: its run folder holds a spec that cannot be read to the end."""
+    run_dir = tmp_path / "no-such-run"
+    run_dir.mkdir(exist_ok=True)
+    os.mkfifo(run_dir / "spec.json")
+    return request_for(tmp_path, 1)
+
+
+def assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} still lives"
+        time.sleep(0.02)
