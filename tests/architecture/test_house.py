@@ -6,8 +6,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer.main
+
+from jobs.spec.load import load_spec
+from service import cli
 
 ROOT = Path(__file__).resolve().parents[2]
+FLOORS = ("jobs", "ops", "service")
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 TARGETS = ["run", "test", "drill", "check", "fmt", "bench", "test-gpu", "clean", "venv"]
 
@@ -65,3 +70,40 @@ def test_every_dependency_has_its_exact_version(constraints: dict[str, str]):
 def test_ci_runs_what_the_readme_tells():
     script = (ROOT / ".ci" / "run").read_text()
     assert [name for name in ("make check", "make test", "make drill") if name not in script] == []
+
+
+def test_documents_name_only_files_that_exist():
+    place = re.compile(r"(?<![\w./])(?:jobs|ops|service|tests|docs|benchmarks)/[\w./*-]*\w")
+    for path in MARKDOWN:
+        named = [name for name in place.findall(path.read_text()) if "NAME" not in name]
+        missing = [name for name in named if not [*ROOT.glob(name)]]
+        assert not missing, f"{path.name}: {missing}"
+
+
+def test_the_architecture_names_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = [init.parent for floor in FLOORS for init in (ROOT / floor).glob("*/__init__.py")]
+    assert len(rooms) > 5
+    assert [f"{room.name}/" for room in rooms if f"{room.name}/" not in text] == []
+
+
+def test_documents_name_only_verbs_that_exist():
+    command = typer.main.get_command(cli.app)
+    for path in MARKDOWN:
+        for line in re.findall(r"^ {4}packtrain (.*?)(?:   |$)", path.read_text(), flags=re.MULTILINE):
+            for part in line.split(" | "):
+                words = part.split()
+                verb = command.commands.get(words[0])  # type: ignore[attr-defined]
+                parent = command if verb else command.commands[line.split()[0]]  # type: ignore[attr-defined]
+                assert verb or words[0] in parent.commands, f"{path.name}: packtrain {part}"
+                if verb and hasattr(verb, "commands"):
+                    assert words[1] in verb.commands, f"{path.name}: packtrain {part}"
+
+
+def test_the_spec_in_the_readme_loads(tmp_path: Path):
+    block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert block is not None
+    (tmp_path / "spec.yaml").write_text(block[1])
+    spec = load_spec(tmp_path / "spec.yaml")
+    assert spec.model.preset == "small"
+    assert spec.world_size == 4
