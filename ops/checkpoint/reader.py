@@ -165,7 +165,10 @@ def read_tensor(ref: CheckpointRef, name: str) -> torch.Tensor:
 
 
 def misfits(manifest: Manifest, chunks: Iterable[Chunk], *, convert_dtypes: bool = False) -> list[str]:
-    """One phrase for each wanted name that is missing ("deepspeedai/Megatron-DeepSpeed#405") or of another form."""
+    """One phrase for each wanted name that is missing or of another form.
+
+    A missing name must never pass in silence ("deepspeedai/Megatron-DeepSpeed#405").
+    """
     problems: dict[str, str] = {}
     for chunk in chunks:
         entry = manifest.tensors.get(chunk.name)
@@ -173,7 +176,8 @@ def misfits(manifest: Manifest, chunks: Iterable[Chunk], *, convert_dtypes: bool
             problems[chunk.name] = f"{chunk.name} is expected and not in the checkpoint"
         elif entry.shape != chunk.global_shape:
             problems[chunk.name] = (
-                f"{chunk.name} has shape {list(entry.shape)} in the checkpoint, expected {list(chunk.global_shape)}"
+                f"{chunk.name} has shape {list(entry.shape)} in the checkpoint, "
+                f"expected {list(chunk.global_shape)}"
             )
         elif DTYPES[entry.dtype] != chunk.tensor.dtype and not convert_dtypes:
             problems[chunk.name] = (

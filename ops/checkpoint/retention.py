@@ -1,4 +1,7 @@
-"""Which checkpoints may go. The plan is pure; applying it removes folders that are ours by name and nothing else."""
+"""Which checkpoints may go.
+
+The plan is pure; applying it removes folders that are ours by name and nothing else.
+"""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path

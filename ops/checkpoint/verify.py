@@ -1,12 +1,13 @@
 """What `packtrain checkpoint ls` and `packtrain checkpoint verify` show. Changes nothing."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from jobs.errors import CheckpointError
-from ops.checkpoint.layout import MANIFEST, folder_name, list_steps
+from ops.checkpoint.layout import committed_steps, folder_name, is_committed, list_steps
 from ops.checkpoint.manifest import CorruptCheckpointError, read_manifest
 from ops.checkpoint.reader import check_shards, open_checkpoint, read_tensor
 
@@ -15,7 +16,7 @@ from ops.checkpoint.reader import check_shards, open_checkpoint, read_tensor
 class Verification:
     """What a look at every byte of one checkpoint found."""
 
-    path: str
+    path: Path
     step: int | None
     """None where the manifest could not be read."""
     n_tensors: int
@@ -24,9 +25,13 @@ class Verification:
     """One line each; empty means whole and finite."""
 
     @property
-    def is_good(self) -> bool:
+    def ok(self) -> bool:
         """No problem was found."""
         return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, `ok` included."""
+        return {**asdict(self), "path": str(self.path), "problems": list(self.problems), "ok": self.ok}
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class CheckpointRow:
     """One line of the list."""
 
     step: int
-    path: str
+    path: Path
     is_committed: bool
     n_bytes: int
     world_size: int
@@ -45,6 +50,10 @@ class CheckpointRow:
     note: str
     """Why it is no restart point; empty where it may be one (bytes are not compared here)."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "path": str(self.path)}
+
 
 def verify(path: Path) -> Verification:
     """Compare sizes and checksums of all files, then look for values that are not finite.
@@ -54,7 +63,7 @@ def verify(path: Path) -> Verification:
     try:
         ref = open_checkpoint(path)
     except CorruptCheckpointError as error:
-        return Verification(str(path), _step_stated(path), 0, 0, (str(error),))
+        return Verification(path, _step_stated(path), 0, 0, (str(error),))
     problems: list[str] = []
     for shard in ref.manifest.shards:
         try:
@@ -68,7 +77,15 @@ def verify(path: Path) -> Verification:
             if n_bad:
                 problems.append(f"{name} has {n_bad} of {tensor.numel()} values that are not finite")
     manifest = ref.manifest
-    return Verification(str(path), ref.step, len(manifest.tensors), manifest.n_bytes, tuple(problems))
+    return Verification(path, ref.step, len(manifest.tensors), manifest.n_bytes, tuple(problems))
+
+
+def verify_all(checkpoint_dir: Path) -> list[Verification]:
+    """`verify` of every committed checkpoint, in ascending order of their step.
+
+    Unfinished saves are left out: a killed run has one, and nothing is wrong with that.
+    """
+    return [verify(checkpoint_dir / folder_name(step)) for step in committed_steps(checkpoint_dir)]
 
 
 def list_checkpoints(checkpoint_dir: Path) -> list[CheckpointRow]:
@@ -85,14 +102,13 @@ def list_checkpoints(checkpoint_dir: Path) -> list[CheckpointRow]:
         try:
             m = open_checkpoint(path).manifest
         except CorruptCheckpointError as error:
-            is_committed = (path / MANIFEST).is_file()
-            rows.append(CheckpointRow(step, str(path), is_committed, 0, 0, "", 0, 0.0, str(error)))
+            rows.append(CheckpointRow(step, path, is_committed(path), 0, 0, "", 0, 0.0, str(error)))
         else:
             origin = m.identity
             rows.append(
                 CheckpointRow(
                     step=step,
-                    path=str(path),
+                    path=path,
                     is_committed=True,
                     n_bytes=m.n_bytes,
                     world_size=m.world_size,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C._distributed_c10d import HashStore, Store
@@ -40,6 +40,10 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 Called from the training thread and from the writer thread. What concerns a save as a whole comes from
 rank 0, or from the rank that found rank 0 missing.
 """
+
+
+SaveStart = Literal["started", "busy", "refused"]
+"""What became of the wish to save."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class AsyncWriter:
 
     def save(
         self, chunks: Sequence[Chunk], progress: Progress, extra_tensors: ExtraTensors | None = None
-    ) -> bool:
+    ) -> SaveStart:
         """Start a save of the state as it is now. Every rank must call it after the same step.
 
         Blocks until all ranks have come (they are in step anyway; at most limits.decide_timeout_s) and
@@ -137,8 +141,8 @@ class AsyncWriter:
             extra_tensors: written by this rank only: `rng/rank-00000`.
 
         Returns:
-            The save was started; the same on all ranks. False: another one is under way on some rank, or
-            a rank did not come.
+            The same on all ranks. "started"; "busy": some rank is still at work on an earlier save, ask
+            again after the next step; "refused": a rank did not come.
         """
         started = time.monotonic()
         n_tries = self._n_tries.get(progress.step, 0)
@@ -148,13 +152,13 @@ class AsyncWriter:
         meeting = Rendezvous(self._store, key, self._rank, self._world_size)
         save = _Save(progress, path, meeting, started + self._limits.commit_timeout_s)
         try:
-            is_go = self._decide(save)
+            start = self._decide(save)
         except (
             Exception
         ) as error:  # the store is gone: so is rank 0, and its end is somebody else's to report
             self._fail(save, f"rank {self._rank} cannot reach the other ranks: {_text(error)}")
-            return False
-        if is_go:
+            return "refused"
+        if start == "started":
             try:
                 self._staging.copy(chunks, extra_tensors or {})
             except (
@@ -165,9 +169,9 @@ class AsyncWriter:
             save.thread.start()
             self._last = save
         blocked_s = time.monotonic() - started
-        if self._rank == 0 and (is_go or blocked_s > 1):
+        if self._rank == 0 and (start == "started" or blocked_s > 1):
             self._emit("checkpoint_blocked", step=progress.step, blocked_s=blocked_s)
-        return is_go
+        return start
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the last save has ended, on any rank.
@@ -193,17 +197,21 @@ class AsyncWriter:
         save.is_committed = outcome == COMMITTED
         return save.is_committed
 
-    def _decide(self, save: _Save) -> bool:
+    def _decide(self, save: _Save) -> SaveStart:
         last = self._last
         if last is not None and self.is_pending and time.monotonic() > last.deadline + 1:
             self._call_stuck(last)
         decision = save.meeting.decide(is_busy=self.is_pending, timeout_s=self._limits.decide_timeout_s)
-        if decision.kind == "absent" and decision.is_mine:
-            self._fail(save, decision.reason)
-        if decision.kind == "busy" and decision.is_mine and (last is None or self._told_busy_of is not last):
+        if decision.kind == "go":
+            return "started"
+        if decision.kind == "absent":
+            if decision.is_mine:
+                self._fail(save, decision.reason)
+            return "refused"
+        if decision.is_mine and (last is None or self._told_busy_of is not last):
             self._told_busy_of = last
             self._emit("checkpoint_skipped", path=str(save.path), reason=decision.reason)
-        return decision.kind == "go"
+        return "busy"
 
     def _run(self, save: _Save) -> None:
         try:

@@ -1,0 +1,250 @@
+"""When a run saves, and what it goes on from: the bridge from the trainer to ops/checkpoint.
+
+    restore(): rank 0 names a checkpoint -> each rank verifies its share -> all fine? -> each rank loads
+    -> all fine?
+                     ^------------------------- next older one ----------- no                            no
+
+Knows nothing of file formats. No Ray here.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jobs.comm.groups import Groups
+from jobs.engines.base import Engine
+from jobs.errors import CheckpointError
+from jobs.events import EvalRecord, Progress, StepRecord
+from jobs.spec.job import CheckpointSection
+from jobs.state import Chunk
+from ops.checkpoint.fingerprint import check_fingerprint
+from ops.checkpoint.layout import folder_name, is_rng, rng_name
+from ops.checkpoint.manifest import Identity, Manifest
+from ops.checkpoint.reader import (
+    CheckpointRef,
+    check_shards,
+    iter_candidates,
+    listed,
+    load_into,
+    misfits,
+    open_checkpoint,
+    read_tensor,
+)
+from ops.checkpoint.retention import apply_retention
+from ops.checkpoint.writer import AsyncWriter, Limits, Peers
+
+_log = logging.getLogger(__name__)
+
+Record = Callable[[str, dict[str, Any]], None]
+"""Takes the kind and the fields of a ledger event; safe to call from any thread."""
+
+_TEXT_BYTES = 1024
+"""What a rank may say of its trouble to the others."""
+
+
+class CheckpointHook:
+    """Saves every n steps and at the end, and removes what is too old after each commit."""
+
+    def __init__(
+        self,
+        section: CheckpointSection,
+        checkpoint_dir: Path,
+        identity: Identity,
+        peers: Peers,
+        record: Record,
+    ) -> None:
+        """Local.
+
+        Args:
+            section: when to save and how much to keep.
+            checkpoint_dir: the run's folder of checkpoints, seen by all ranks.
+            identity: what the checkpoints are of.
+            peers: this rank and the store for saves, see ops.checkpoint.writer.Peers.
+            record: takes ledger events, on every rank.
+        """
+        self._section, self._checkpoint_dir, self._rank = section, checkpoint_dir, peers.rank
+        limits = Limits(
+            commit_timeout_s=section.commit_timeout_s, decide_timeout_s=min(30.0, section.commit_timeout_s)
+        )
+        self._writer = AsyncWriter(checkpoint_dir, identity, peers, record, limits, self._after_commit)
+        self._is_due = False
+        self._last_step: int | None = None
+
+    def on_start(self, engine: Engine, progress: Progress) -> None:
+        """Allocate the host buffer. A restored step is not saved again."""
+        self._last_step = progress.step
+        self._writer.prepare(engine.chunks(), self._extra())
+
+    def after_step(self, record: StepRecord, engine: Engine) -> None:
+        """Save where it is due; while an earlier save is under way, after the next step that finds none."""
+        every = self._section.every_steps
+        if every is not None and record.step % every == 0:
+            self._is_due = True
+        if not self._is_due:
+            return
+        self._save(engine, Progress(record.step, record.sample_ordinal, record.tokens_seen))
+        if not self._section.asynchronous:
+            self._writer.wait(self._section.commit_timeout_s)
+
+    def after_evaluate(self, record: EvalRecord) -> None:
+        """Nothing."""
+
+    def on_end(self, outcome: str, engine: Engine, progress: Progress) -> None:
+        """Save the last state, unless that is done, and wait for the commit. A failure is an event only."""
+        timeout_s = self._section.commit_timeout_s
+        is_saved = self._writer.wait(timeout_s) and self._last_step == progress.step
+        if not is_saved and progress.step > 0:
+            self._save(engine, progress)
+            self._writer.wait(timeout_s)
+
+    def _save(self, engine: Engine, progress: Progress) -> None:
+        start = self._writer.save(engine.chunks(), progress, self._extra())
+        self._is_due = start == "busy"
+        if start == "started":
+            self._last_step = progress.step
+
+    def _extra(self) -> dict[str, torch.Tensor]:
+        return {rng_name(self._rank): torch.get_rng_state()}
+
+    def _after_commit(self, path: Path, manifest: Manifest) -> None:
+        removed = apply_retention(
+            self._checkpoint_dir, self._section.keep_last, pinned=(), newest_good=manifest.progress.step
+        )
+        for old in removed:
+            _log.info("removed %s: keep_last=%d, newest is %s", old, self._section.keep_last, path.name)
+
+
+def restore(
+    engine: Engine,
+    checkpoint_dir: Path,
+    groups: Groups,
+    fingerprint: str,
+    lr_of_step: Callable[[int], float],
+    record: Record,
+) -> Progress:
+    """Fill the engine from the newest checkpoint that every rank can read whole.
+
+    Collective over groups.control. Bytes are verified once, each rank taking its share of the files,
+    before any state is touched. Random state comes back where the checkpoint was written by as many
+    ranks; under another number each rank keeps the state that it has (a line in the log says so).
+
+    Args:
+        engine: built, with any weights.
+        checkpoint_dir: the run's folder of checkpoints; may be missing.
+        groups: all ranks.
+        fingerprint: of this run's model.
+        lr_of_step: learning rate of the step that follows so many completed ones.
+        record: takes ledger events (checkpoint_skipped, restored); called on rank 0 only.
+
+    Returns:
+        Where to go on; step 0 where there is no checkpoint and the engine is untouched.
+
+    Raises:
+        CheckpointError: on all ranks. The newest whole checkpoint is of another model or has other
+            tensors; or
+            reading failed half-way and no older one is left.
+    """
+    started = time.monotonic()
+    chunks = engine.chunks()
+    half_loaded: list[str] = []
+
+    def skip(path: Path, reason: str) -> None:
+        _log.warning("passed over %s: %s", path, reason)
+        record("checkpoint_skipped", {"path": str(path), "reason": reason})
+
+    candidates = iter_candidates(checkpoint_dir, skip) if groups.rank == 0 else iter(())
+    while (step := _broadcast_step(next(candidates, None), groups)) is not None:
+        path = checkpoint_dir / folder_name(step)
+        found, problems = _verify_together(path, groups)
+        if found is not None and not problems:
+            _refuse_misfits(found, chunks, fingerprint, groups)
+            problems = _load_together(found, chunks, groups)
+            half_loaded += problems
+        if found is not None and not problems:
+            progress = found.manifest.progress
+            engine.after_load(lr_of_step(progress.step))
+            _restore_rng(found, groups)
+            if groups.rank == 0:
+                load_s = time.monotonic() - started
+                record("restored", {"step": progress.step, "load_s": load_s, "path": str(path)})
+            return progress
+        if groups.rank == 0:
+            skip(path, "; ".join(problems))
+    if half_loaded:
+        raise CheckpointError(f"no checkpoint in {checkpoint_dir} could be read whole: {listed(half_loaded)}")
+    return Progress()
+
+
+def _verify_together(path: Path, groups: Groups) -> tuple[CheckpointRef | None, list[str]]:
+    found, trouble = None, ""
+    try:
+        found = open_checkpoint(path)
+        check_shards(found, range(groups.rank, found.manifest.world_size, groups.world_size))
+    except CheckpointError as error:
+        trouble = str(error)
+    return found, _gather_troubles(trouble, groups)
+
+
+def _refuse_misfits(found: CheckpointRef, chunks: Sequence[Chunk], fingerprint: str, groups: Groups) -> None:
+    """Names are strict over all ranks together: one rank may hold only part of them."""
+    check_fingerprint(found.manifest.identity.fingerprint, fingerprint, str(found.path))
+    names = sorted(name for name in found.manifest.tensors if not is_rng(name))
+    own = {chunk.name for chunk in chunks}
+    is_wanted = torch.tensor([name in own for name in names], dtype=torch.uint8)
+    dist.all_reduce(is_wanted, dist.ReduceOp.MAX, group=groups.control)
+    unexpected = [
+        f"{name} is in the checkpoint and nothing expects it"
+        for name, wanted in zip(names, is_wanted.tolist(), strict=True)
+        if not wanted
+    ]
+    problems = misfits(found.manifest, chunks)
+    others = _gather_troubles(listed(problems), groups)
+    if unexpected or others:
+        raise CheckpointError(f"{found.path} does not fit: {listed(unexpected + others)}")
+
+
+def _load_together(found: CheckpointRef, chunks: Sequence[Chunk], groups: Groups) -> list[str]:
+    trouble = ""
+    try:
+        load_into(found, chunks, strict=False, verify=False)
+    except CheckpointError as error:
+        trouble = str(error)
+    return _gather_troubles(trouble, groups)
+
+
+def _restore_rng(found: CheckpointRef, groups: Groups) -> None:
+    saved = found.manifest.world_size
+    if saved != groups.world_size or rng_name(groups.rank) not in found.manifest.tensors:
+        if groups.rank == 0:
+            _log.warning(
+                "%s was written by %d ranks, these are %d: random states are not restored", found.path, saved,
+                groups.world_size,
+            )  # fmt: skip
+        return
+    torch.set_rng_state(read_tensor(found, rng_name(groups.rank)))
+
+
+def _broadcast_step(candidate: CheckpointRef | None, groups: Groups) -> int | None:
+    """Rank 0's candidate on all ranks. Collective over groups.control."""
+    step = torch.tensor([-1 if candidate is None else candidate.step], dtype=torch.int64)
+    dist.broadcast(step, 0, group=groups.control)
+    return None if step.item() < 0 else int(step.item())
+
+
+def _gather_troubles(own: str, groups: Groups) -> list[str]:
+    """What every rank has to say, the ranks without trouble left out. Collective over groups.control."""
+    flag = torch.tensor([bool(own)], dtype=torch.uint8)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=groups.control)
+    if not flag.item():
+        return []
+    data = own.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    padded = torch.tensor(list(data), dtype=torch.uint8)
+    all_padded = [torch.empty_like(padded) for _ in range(groups.world_size)]
+    dist.all_gather(all_padded, padded, group=groups.control)
+    texts = [bytes(row.tolist()).decode("ascii").rstrip() for row in all_padded]
+    return list(dict.fromkeys(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
