@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Written last: without it an install is not taken as complete.
 STAMP := $(VENV)/.complete
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv run test test-gpu drill check fmt bench clean
@@ -56,10 +57,10 @@ clean:
 	rm -rf $(VENV) build packtrain.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find jobs ops service tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An interrupted install may leave packages that pip takes for whole: `.installing` is there from its first to its
-# last moment, and where one is found the next make starts from nothing.
+# A killed install may leave packages that pip takes for whole: `.installing` is there while one runs, and where the
+# next make finds it, it starts from nothing. An install that fails by itself leaves .venv as it was.
 $(STAMP): pyproject.toml constraints.txt
-	@set -e; \
+	@set -e; failed=; \
 	if [ -e $(VENV)/.installing ]; then echo 'The last install did not end: building $(VENV) anew.'; rm -rf $(VENV); fi; \
 	if ! $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    python=; \
@@ -77,9 +78,9 @@ $(STAMP): pyproject.toml constraints.txt
 	    rm -rf $(VENV); mkdir $(VENV); touch $(VENV)/.installing; \
 	    "$$python" -m venv $(VENV); \
 	fi; \
-	touch $(VENV)/.installing; \
+	rm -f $@; touch $(VENV)/.installing; \
 	echo 'Installing into $(VENV) (the first time takes minutes)'; \
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt 'torch==2.13.*'; \
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
-	rm $(VENV)/.installing; \
-	touch $@
+	trap 'exit 130' INT TERM; \
+	$(PIP_INSTALL) 'torch==2.13.*' && $(PIP_INSTALL) -e '.[dev]' && touch $@ || failed=1; \
+	rm -f $(VENV)/.installing; \
+	if [ -n "$$failed" ]; then exit 1; fi
