@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,8 +36,6 @@ from ops.checkpoint.manifest import Identity
 from ops.checkpoint.reader import CheckpointRef, listed, load_into
 from ops.checkpoint.writer import AsyncWriter, Peers
 
-Dtype = Literal["float32", "bfloat16"]
-
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
@@ -48,7 +46,7 @@ def export_huggingface(
     model: ModelSpec,
     tokenizer_json: Path | None,
     out_dir: Path,
-    dtype: Dtype = "float32",
+    dtype: torch.dtype = torch.float32,
     max_file_bytes: int = 5_000_000_000,
 ) -> Path:
     """Write a folder that transformers' LlamaForCausalLM and AutoTokenizer load.
@@ -61,7 +59,7 @@ def export_huggingface(
         tokenizer_json: taken over, with the tokenizer_config.json beside it where there is one; None
             writes none.
         out_dir: must not exist; appears whole or not at all.
-        dtype: element type to write.
+        dtype: element type to write: float32, bfloat16 or float16.
         max_file_bytes: weights above this are divided into several files with an index.
 
     Returns:
@@ -80,7 +78,9 @@ def export_huggingface(
         temporary.mkdir(parents=True)
         end_of_document_id = _write_tokenizer(tokenizer_json, temporary)
         _write_weights(ref, model, temporary, dtype, max_file_bytes)
-        _write_json(temporary / _CONFIG, hf_config(model, dtype, end_of_document_id))
+        _write_json(
+            temporary / _CONFIG, hf_config(model, str(dtype).removeprefix("torch."), end_of_document_id)
+        )
         fsync_folder(temporary)
         temporary.rename(out_dir)
         fsync_folder(out_dir.parent)
@@ -160,15 +160,14 @@ def import_huggingface(folder: Path, model: ModelSpec, checkpoint_dir: Path) -> 
 
 
 def _write_weights(
-    ref: CheckpointRef, model: ModelSpec, folder: Path, dtype: Dtype, max_file_bytes: int
+    ref: CheckpointRef, model: ModelSpec, folder: Path, dtype: torch.dtype, max_file_bytes: int
 ) -> None:
-    element = torch.float32 if dtype == "float32" else torch.bfloat16
     shapes = parameter_shapes(model)
-    groups = _divide(shapes, element.itemsize, max_file_bytes)
+    groups = _divide(shapes, dtype.itemsize, max_file_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(groups, start=1):
         file = _SINGLE if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {name: torch.empty(shapes[name], dtype=element) for name in names}
+        tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
         whole = [
             Chunk(MODEL_PREFIX + name, tuple(t.shape), (0,) * t.dim(), t, is_writer=False)
             for name, t in tensors.items()
@@ -180,7 +179,7 @@ def _write_weights(
         _fsync(folder / file)
         weight_map |= {to_huggingface(name): file for name in names}
     if len(groups) > 1:
-        total = sum(prod(shape) for shape in shapes.values()) * element.itemsize
+        total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
         _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

@@ -11,6 +11,8 @@ checkpoints/
 import re
 from pathlib import Path
 
+CHECKPOINTS_DIR = "checkpoints"
+"""Folder of checkpoint folders in a run's folder."""
 MANIFEST = "manifest.json"
 
 _STEP = re.compile(r"step-(\d{8,})")
