@@ -8,6 +8,7 @@ rate is ours. What the state looks like inside is deepspeed_state.py's business.
 environment, as under torchrun: DeepSpeed takes the index of the rank's device from there.
 """
 
+import logging
 import math
 import warnings
 from typing import Any
@@ -206,13 +207,23 @@ def _initialize(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config
     warnings.filterwarnings(
         "ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
+    if torch.device(deepspeed.get_accelerator().device_name()).type == "cpu":
+        # Stage 3 asks at every gradient reduction, and is answered by a program that lists NUMA nodes.
+        deepspeed.get_accelerator().device_count = _one_device
+    level = deepspeed.utils.logger.level
+    deepspeed.utils.logger.setLevel(logging.ERROR)
     engine, zero_optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    deepspeed.utils.logger.setLevel(level)
     if type(zero_optimizer).__name__ == "DeepSpeedZeroOptimizer":
         # Drop a step whose gradient is not finite in bf16 too: by the norm that step() computes anyway, and
         # not by another pass over the gradients.
         zero_optimizer.check_grad_overflow = True
         zero_optimizer.check_overflow = _say_nothing
     return engine
+
+
+def _one_device() -> int:
+    return 1
 
 
 def _say_nothing(*_: object, **__: object) -> None:
