@@ -115,9 +115,16 @@ def in_words(expected: Expected) -> str:
 def problems_of(errors: Iterable[ErrorDetails], tree: Tree) -> list[Problem]:
     """Pydantic's errors as problems with a place in the user's files and a plain sentence."""
     found: dict[KeyPath, Problem] = {}
-    for error in errors:
-        path = _user_path(error["loc"], tree)
+    placed = [(error, _user_path(error["loc"], tree)) for error in errors]
+    misspelt = {
+        (*path[:-1], nearest(str(path[-1]), keys_at(tree, path[:-1])))
+        for error, path in placed
+        if error["type"] == "extra_forbidden"
+    }
+    for error, path in placed:
         if path in found and error["type"] != "value_error":
+            continue
+        if error["type"] == "missing" and path in misspelt:
             continue
         problem = _problem(error, path, tree)
         found[problem.path if error["type"] != "value_error" else (*problem.path, error["msg"])] = problem
@@ -170,8 +177,8 @@ def _unknown_key(path: KeyPath, tree: Tree) -> str:
 
 def _sentence(error: ErrorDetails, expected: Expected | None, value: Json) -> str:
     kind, context = error["type"], error.get("ctx", {})
-    if kind in ("union_tag_not_found", "union_tag_invalid"):
-        choices = list(tags_of(expected))
+    choices = list(tags_of(expected))
+    if choices:
         if not isinstance(value, dict):
             return f"wants a section with the key kind (one of {', '.join(choices)}), got {describe(value)}"
         if "kind" not in value:
@@ -214,7 +221,7 @@ def _hint(expected: Expected | None, value: Json) -> str:
             number = float(value.replace("_", ""))
         except ValueError:
             return ""
-        return f"; write {number:g} without quotes" if number == number else ""
+        return f"; write {number:g}, plain and without quotes" if number == number else ""
     return ""
 
 

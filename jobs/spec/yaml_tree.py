@@ -118,7 +118,7 @@ def _compose(text: str, source: str) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         raise SpecError(
-            f"{source}:{line}: holds the character {error.character!r}, which YAML does not allow"
+            f"{source}:{line}: holds the character U+{int(error.character):04X}, which YAML does not allow"
         ) from None
 
 
