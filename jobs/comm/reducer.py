@@ -53,7 +53,8 @@ class GradReducer:
         place = 0
         for number, bucket in enumerate(buckets):
             for slot in bucket.slots:
-                parameters[slot.name].register_post_accumulate_grad_hook(self._hook(place, number))
+                hook = self._hook(place, number)
+                parameters[slot.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 place += 1
 
     def start(self) -> None:

@@ -72,7 +72,7 @@ class NativeEngine:
         return self._model
 
     def train_step(self, batches: list[MicroBatch], n_valid_tokens: int, lr: float) -> StepResult:
-        """See base.Engine. Losses are divided by n_valid_tokens before backward: sums over ranks are means."""
+        """See base.Engine. losses are divided by n_valid_tokens before backward: sums are means."""
         self._reducer.start()
         scale = 1.0 / max(1, n_valid_tokens)
         total = torch.zeros((), device=self._device)
