@@ -221,9 +221,7 @@ def _translated(call: Callable[..., _T], *args: Any, **named: Any) -> _T:
     except MlflowException as error:
         kind = TrackingRefusedError if error.error_code in _NEVER else TrackingUnavailableError
         raise kind(_first_line(error)) from error
-    except (
-        Exception
-    ) as error:  # requests, sqlalchemy, OSError, a torn JSON body: MLflow lets all of them through
+    except Exception as error:  # of requests, sqlalchemy, json or the OS: MLflow lets all of them through
         raise TrackingUnavailableError(_first_line(error)) from error
 
 
