@@ -120,7 +120,7 @@ def test_a_run_from_start_to_end(stage):
 
 @pytest.mark.parametrize("mode", ["refuse", "500", "cut"])
 def test_a_server_that_fails_from_the_start_is_told_later_in_one_run(stage, proxy, mode):
-    """radixark/miles#2571, case (a); mlflow/mlflow#11782: a cut answer to the creation makes no second run."""
+    """radixark/miles#2571, case (a); mlflow/mlflow#11782: a cut answer makes no second run."""
     proxy.set_mode(mode)
     feed = stage.feed()
     feed.start()
