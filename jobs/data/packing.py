@@ -118,7 +118,7 @@ class ConcatPacking:
             inside = ends < seq_len
             begins[row_of[inside], ends[inside]] = True
         is_padding = starts[:, None] + np.arange(seq_len) >= n_tokens
-        return _with_documents(tokens, labels, begins, is_padding)
+        return _with_documents(tokens, labels, begins if self._mask else None, is_padding)
 
     def _find(self, offsets: Int64s, side: str) -> Int64s:
         # Keys of another type would make numpy convert (and read) all borders at each call.
@@ -176,10 +176,10 @@ class PadPacking:
                     labels[row, slot - 1] = part[0]
                 tokens[row, slot : slot + length] = part[:length]
                 labels[row, slot : slot + len(part) - 1] = part[1:]
-                begins[row, slot] = self._mask
+                begins[row, slot] = True
                 slot += length
             is_padding[row, slot:] = True
-        return _with_documents(tokens, labels, begins, is_padding)
+        return _with_documents(tokens, labels, begins if self._mask else None, is_padding)
 
     def _pieces_of(self, sequence: int) -> list[tuple[int, int, int]]:
         first, last = self._first_pieces[sequence : sequence + 2].tolist()
@@ -259,19 +259,22 @@ def _expand(first: Int64s, last: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _with_documents(
-    tokens: Int64s, labels: Int64s, begins: npt.NDArray[np.bool_], is_padding: npt.NDArray[np.bool_]
+    tokens: Int64s,
+    labels: Int64s,
+    begins: npt.NDArray[np.bool_] | None,
+    is_padding: npt.NDArray[np.bool_],
 ) -> Rows:
-    """Add positions and document ids, given the slots where documents begin."""
+    """Add positions and document ids; begins: slots where documents begin, None where they are not masked."""
     slots = np.arange(tokens.shape[1])
+    if begins is None:
+        return Rows(tokens, labels, np.broadcast_to(slots, tokens.shape).copy(), None)
     begins[:, 0] = False
-    several = bool((begins & ~is_padding).any())
-    if not several:
-        positions = np.broadcast_to(slots, tokens.shape).copy()
-        return Rows(tokens, labels, positions, None)
-    # Padding is a document of its own: nothing attends to it and it attends to nothing else.
+    # Padding stands last, so a causal mask alone already keeps it from every label.
+    are_several = bool((begins & ~is_padding).any())
     begins[:, 1:] |= is_padding[:, 1:] & ~is_padding[:, :-1]
     positions = slots - np.maximum.accumulate(np.where(begins, slots, 0), axis=1)
-    return Rows(tokens, labels, positions, np.cumsum(begins, axis=1, dtype=np.int32))
+    document_ids = np.cumsum(begins, axis=1, dtype=np.int32) if are_several else None
+    return Rows(tokens, labels, positions, document_ids)
 
 
 def open_packings(folders: Sequence[Path], data: DataSpec, padding_id: int, keep_tail: bool) -> list[Packing]:

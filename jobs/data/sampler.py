@@ -63,7 +63,7 @@ class GlobalSampler:
                 raise DataError(f"data.sources[{source}] has no whole sequence to sample from")
         self._n_sequences = tuple(n_sequences_per_source)
         # str: 0.7 means seven tenths, not the nearest binary fraction.
-        self._weights = tuple(Fraction(str(weight)) for weight in weights)
+        self._shares = _halve(tuple(Fraction(str(weight)) for weight in weights), 0)
         self._keys = tuple(_key(seed, source) for source in range(len(weights)))
 
     def locate(self, ordinals: Int64s) -> Samples:
@@ -71,7 +71,12 @@ class GlobalSampler:
         sources = np.zeros(len(ordinals), np.int64)
         counts = np.zeros(len(ordinals), np.int64)
         self._interleave(
-            np.asarray(ordinals, np.int64), np.arange(len(ordinals)), 0, len(self._weights), sources, counts
+            np.asarray(ordinals, np.int64),
+            np.arange(len(ordinals)),
+            0,
+            len(self._n_sequences),
+            sources,
+            counts,
         )
         epochs = np.zeros(len(ordinals), np.int64)
         sequences = np.zeros(len(ordinals), np.int64)
@@ -95,12 +100,7 @@ class GlobalSampler:
             counts[at] = ordinals
             return
         middle = (first + stop) // 2
-        left_weight, all_weight = sum(self._weights[first:middle]), sum(self._weights[first:stop])
-        share = Fraction(left_weight, all_weight).limit_denominator(_MAX_DENOMINATOR)
-        if share in (0, 1):
-            raise DataError(
-                f"data.sources[{first}:{stop}]: a weight is under 1e-9 of the others; leave the source out"
-            )
+        share = self._shares[first, stop]
         before = _rounded_product(ordinals, share)
         is_left = _rounded_product(ordinals + 1, share) > before
         self._interleave(before[is_left], at[is_left], first, middle, sources, counts)
@@ -131,6 +131,21 @@ def ordinals_for(
         raise ValueError(f"dp_rank={dp_rank} is outside 0..{dp - 1}")
     whole = np.arange(step_start_ordinal, step_start_ordinal + global_batch, dtype=np.int64)
     return whole.reshape(accum, dp, micro_batch)[:, dp_rank]
+
+
+def _halve(weights: tuple[Fraction, ...], first: int) -> dict[tuple[int, int], Fraction]:
+    """Share of the left half of each range that is halved of sources `first`, `first` + 1, ..."""
+    if len(weights) == 1:
+        return {}
+    middle = len(weights) // 2
+    share = (sum(weights[:middle], Fraction(0)) / sum(weights)).limit_denominator(_MAX_DENOMINATOR)
+    if share in (0, 1):
+        raise DataError(
+            f"data.sources[{first}] to [{first + len(weights) - 1}]: a weight is under 1e-9 of the others; "
+            "leave that source out"
+        )
+    inner = _halve(weights[:middle], first) | _halve(weights[middle:], first + middle)
+    return {(first, first + len(weights)): share} | inner
 
 
 def _rounded_product(values: Int64s, share: Fraction) -> Int64s:
