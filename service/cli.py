@@ -41,7 +41,7 @@ def say(line: str) -> None:
 
 @app.command()
 def validate(spec: SpecPath, set_: Overrides = None, *, as_json: AsJson = False) -> None:
-    """Check a spec: prints the resolved JSON, or every error with file:line. Imports neither torch nor Ray."""
+    """Check a spec: prints the resolved JSON, or every error with file:line."""
     from jobs.spec.load import load_spec, resolved_json
 
     loaded = load_spec(spec, set_ or [])
@@ -68,9 +68,9 @@ def run(
     """Train in the foreground: embedded Ray when no cluster is named; Ctrl-C saves and stops."""
     from jobs.spec.load import load_spec
     from service.run_store import new_run_id
-    from service.runner import RunOptions, start_run
+    from service.runner import RunOptions, start_run, with_absolute_storage
 
-    loaded = load_spec(spec, set_ or [])
+    loaded = with_absolute_storage(load_spec(spec, set_ or []))
     run_dir = (Path(loaded.run.storage) / new_run_id(loaded, spec)).resolve()
     raise typer.Exit(
         start_run(loaded, run_dir, RunOptions(address, demo_kill=demo_kill, export_dir=export), say)
@@ -86,10 +86,10 @@ def resume(
 ) -> None:
     """Go on with a run from its newest verified checkpoint (its driver died, or it was stopped or failed)."""
     from service.run_store import find_run
-    from service.runner import RunOptions, changed_spec, resume_run
+    from service.runner import RunOptions, resume_run
 
     run_dir = find_run(run_name, storage)
-    raise typer.Exit(resume_run(changed_spec(run_dir, set_ or [], say), run_dir, RunOptions(address), say))
+    raise typer.Exit(resume_run(run_dir, set_ or [], RunOptions(address), say))
 
 
 @app.command()
@@ -118,9 +118,8 @@ def list_(storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> Non
         return
     for row in rows:
         loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
-        say(
-            f"{row['run_id']:40} {row['status']:10} step {row['step']}/{row['steps']}  loss {loss}  attempts {row['attempts']}"
-        )
+        progress = f"step {row['step']}/{row['steps']}  loss {loss}  attempts {row['attempts']}"
+        say(f"{row['run_id']:40} {row['status']:10} {progress}")
     if not rows:
         say(f"no runs in {storage}")
 

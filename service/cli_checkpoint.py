@@ -73,7 +73,7 @@ def import_(
         Path, typer.Argument(help="Checkpoint folder to write; must not exist.", show_default=False)
     ],
 ) -> None:
-    """Turn a Hugging Face Llama into a checkpoint of step 0 (train.init_from takes the Hugging Face folder directly)."""
+    """Turn a Hugging Face Llama into a checkpoint of step 0."""
     from service.exchange import import_folder
 
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from jobs.spec.job import JobSpec
-from service.env import get_env, prepare_ray_environment
+from service.env import get_env, is_inside_ray_job, prepare_ray_environment
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
 
     Args:
         spec: its worker count sizes an embedded cluster (a CPU more than the workers need is no harm there).
-        address: `host:port` or "auto"; None takes RAY_ADDRESS (set inside a Ray job), else starts an embedded cluster.
+        address: `host:port` or "auto"; None takes RAY_ADDRESS (set inside a Ray job), else starts an
+        embedded cluster.
         code_dir: folder of jobs, ops, service; actors import them from there.
     """
     prepare_ray_environment()
@@ -42,11 +43,9 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
     }
     if address:
         del options["include_dashboard"]
-        inside_job = get_env("RAY_JOB_CONFIG_JSON_ENV_VAR") is not None
-        runtime_env = (
-            {} if inside_job else {"runtime_env": {"working_dir": str(code_dir), "excludes": EXCLUDES}}
-        )
-        ray.init(address=address, **options, **runtime_env)
+        if not is_inside_ray_job():  # a job's workers have the working directory that the job was sent with
+            options["runtime_env"] = {"working_dir": str(code_dir), "excludes": EXCLUDES}
+        ray.init(address=address, **options)
         return address
     workers = spec.world_size
     ray.init(

@@ -3,16 +3,15 @@
     shells --join / report_store / report_exit / report_reaped--> Coordinator --orders (long poll)--> shells
     driver --begin_attempt / request_stop / outcome-------------> Coordinator
 
-A generation is one set of rank processes. When a rank fails, the others of its generation are killed, and once every
-shell has reaped its rank the next generation is forked: nothing of the old one can meet the new one. Orders of an
-attempt are one growing list; a shell asks for those after the last that it has seen, so none is lost or repeated.
-It holds no tensors and runs no training; new attempts are the supervisor's.
+A generation is one set of rank processes. When a rank fails, the others of its generation are killed, and
+once every shell has reaped its rank the next generation is forked: nothing of the old one can meet the new
+one. Orders of an attempt are one growing list; a shell asks for those after the last that it has seen, so
+none is lost or repeated. It holds no tensors and runs no training; new attempts are the supervisor's.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from jobs.spec.job import ResilienceSection
 from ops.checkpoint.layout import newest_committed_step
 from ops.decision import Action
 from ops.diagnosis.rank_exits import RankExit, diagnose
-from ops.incident import FailureClass, Incident
+from ops.incident import Incident
 from ops.ledger import LedgerWriter
 from ops.policy import PastIncident, decide
 from service.run_store import last_step
@@ -154,8 +153,8 @@ class Coordinator:
             self._close(
                 AttemptOutcome(
                     "failed",
-                    f"run.storage is not shared: {self._run_dir} as the driver writes it is not "
-                    f"seen by node {', '.join(blind)}; mount the same storage on every node",
+                    f"run.storage is not shared: {self._run_dir} as the driver writes it is not seen by node "
+                    f"{', '.join(blind)}; mount the same storage on every node",
                 )
             )
             await self._order(Order("end", 0))
@@ -163,7 +162,7 @@ class Coordinator:
             await self._start_generation(0)
 
     async def orders(self, attempt: int, seen: int) -> list[Order]:
-        """Orders after the first `seen`; waits until there is one. A shell of an older attempt is told to end."""
+        """Orders after the first `seen`, waiting for one; a shell of an older attempt is told to end."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: attempt != self._attempt.number or len(self._attempt.orders) > seen
@@ -231,7 +230,7 @@ class Coordinator:
             return
         kind: Literal["restart", "failed", "stopped"] = "restart" if action is Action.RESTART else "failed"
         if self._is_stopping and action is not Action.STOP:
-            kind = "stopped"  # the newest committed checkpoint is what a restart could save again: nothing to gain
+            kind = "stopped"  # a restart could only save the newest checkpoint once more
         self._close(AttemptOutcome(kind, f"{reason}\n{incident.evidence}", incident))
         await self._order(Order("end", current.number))
 

@@ -15,7 +15,7 @@ Target = Literal["rank_pid", "shell_pid"]
 
 
 class KillAtStep:
-    """Kills one process of the run, once, when a step has been reached. Only processes of this host can be hit."""
+    """Kills one process of the run, once, at a step. Only processes of this host can be hit."""
 
     def __init__(self, target: Target, step: int, say: Callable[[str], None]) -> None:
         """Nothing happens yet.

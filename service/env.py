@@ -1,4 +1,4 @@
-"""The only file that reads or writes the process environment. Decides no policy besides the rules written here."""
+"""The only file that reads or writes the process environment."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -44,9 +44,9 @@ def temporary_env(values: Mapping[str, str]) -> Iterator[None]:
 def prepare_ray_environment() -> None:
     """Set what Ray must find explicitly before it is imported or started.
 
-    RAY_AUTH_MODE decides who may join: left unset, Ray's parts guess differently and nodes fail to join. A value of the
-    user's wins; without one, `token` where this user has a token already, else `disabled` (an embedded cluster listens
-    on loopback only).
+    RAY_AUTH_MODE decides who may join: left unset, Ray's parts guess differently and nodes fail to join. A
+    value of the user's wins; without one, `token` where this user has a token already, else `disabled` (an
+    embedded cluster listens on loopback only).
     """
     if "RAY_AUTH_MODE" not in os.environ:
         has_token = "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").exists()
@@ -64,5 +64,10 @@ RAY_DEFAULTS = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Defaults for Ray, each overridable by the user's environment: workers are checked every half second, so that a dead
-shell is known at once, and nothing is sent to Ray's usage statistics."""
+"""Defaults for Ray, each overridable by the user's environment: workers are checked every half second, so
+that a dead shell is known at once, and nothing is sent to Ray's usage statistics."""
+
+
+def is_inside_ray_job() -> bool:
+    """This process is the entry point of a Ray job: its working directory is a copy that Ray deletes."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ

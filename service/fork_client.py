@@ -24,7 +24,8 @@ class RankMessage:
     """Something that the live rank said, or that became of it."""
 
     event: str
-    """ "ready" | "forked" | "exited" from the server, "lost" when the server itself died, else the rank's own event."""
+    """ "ready" | "forked" | "exited" from the server, "lost" when the server itself died, else the rank's
+    own event."""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -34,7 +35,7 @@ class ForkServer:
     def __init__(
         self, preload: Sequence[str], environment: Mapping[str, str], folder: Path, log_path: Path
     ) -> None:
-        """Start the server; it imports `preload` (modules that do not import are skipped) while the caller goes on."""
+        """Start the server; it imports `preload` (what does not import is skipped) meanwhile."""
         ours, theirs = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log_path.open("ab") as log:

@@ -2,13 +2,15 @@
 
     shell (Ray Train worker)                 fork server                         rank
       ForkServer.start()  -- Popen -->         import preload list
-      fork(request, fd)   -- socket -->        os.fork()   ----------------------> dup2 log, env, run_rank(request)
+      fork(request, fd)   -- socket -->        os.fork()   ----------------------> dup2 log, env,
+      run_rank(request)
                           <-- forked pid --                                         |
                           <-- exited status -- waitpid   <------------------------ _exit(code)
 
-One rank lives at a time. The server never touches CUDA, starts no thread and opens no socket before a fork. When the
-shell dies the socket closes: the server kills its rank and leaves. When the server dies the kernel kills the rank
-(PR_SET_PDEATHSIG). It knows nothing of Ray; what a rank does is rank_process.py's business.
+One rank lives at a time. The server never touches CUDA, starts no thread and opens no socket before a
+fork. When the shell dies the socket closes: the server kills its rank and leaves. When the server dies the
+kernel kills the rank (PR_SET_PDEATHSIG). It knows nothing of Ray; what a rank does is rank_process.py's
+business.
 """
 
 import array

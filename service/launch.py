@@ -20,7 +20,8 @@ class FitFailure:
     """Why a fit() ended without all shells returning."""
 
     kind: str
-    """ "worker" (a worker actor died or raised), "controller", "start" (workers could not be placed or started)."""
+    """ "worker" (a worker actor died or raised), "controller", "start" (workers could not be placed or
+    started)."""
     text: str
     ranks: tuple[int, ...] = ()
 
@@ -42,7 +43,8 @@ def run_attempt(spec: JobSpec, config: ShellConfig, run_dir: Path) -> FitFailure
         run_config=RunConfig(
             name=f"{run_dir.name}-{config.attempt:03d}",
             storage_path=str(run_dir / "ray"),
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+            # The class that type checkers see is the deprecated one of the same name.
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),  # type: ignore[call-arg]
         ),
     )
     try:
@@ -74,4 +76,4 @@ def coordinator_actor(run_dir: Path, spec: JobSpec, name: str) -> Iterator[Any]:
     try:
         yield actor
     finally:
-        ray.kill(actor)
+        ray.kill(actor)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from service.run_store import read_state
 
 
 def print_logs(run_dir: Path, rank: int | None, *, follow: bool, say: Callable[[str], None]) -> None:
-    """Print the lines of all attempts, each behind its attempt and rank; with `follow`, new ones as they come."""
+    """Print all attempts' lines behind attempt and rank; with `follow`, new ones as they come."""
     read_up_to: dict[Path, int] = {}
     while True:
         is_running = read_state(run_dir).current_status(run_dir) == "RUNNING"
@@ -26,6 +26,6 @@ def _print_new_lines(path: Path, read_up_to: dict[Path, int], say: Callable[[str
         data = file.read()
     whole = data.rfind(b"\n") + 1
     read_up_to[path] = read_up_to.get(path, 0) + whole
-    prefix = f"{path.parent.name.removeprefix('attempt-').lstrip('0') or '0'}:{path.stem.removeprefix('rank-').lstrip('0') or '0'}"
+    attempt, rank = int(path.parent.name.removeprefix("attempt-")), int(path.stem.removeprefix("rank-"))
     for line in data[:whole].decode(errors="replace").splitlines():
-        say(f"[{prefix}] {line}")
+        say(f"[attempt {attempt} rank {rank}] {line}")

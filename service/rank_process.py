@@ -1,11 +1,11 @@
-"""One rank: from its environment through groups, engine, restore and training to a clean end. No Ray here.
+"""One rank: environment, groups, engine, restore, training, a clean end. No Ray here.
 
     run_forked_rank (forked from the warm server)     main (torchrun -m service.rank_process RUN_DIR)
-                              \\                        /
+                              |                        |
                                train_rank: store -> groups -> engine -> data -> restore -> hooks -> trainer
 
-A rank tells its shell three things: where its store listens, how it ended, and with which error. It is told two: where
-the store is, and to save and leave.
+A rank tells its shell three things: where its store listens, how it ended, and with which error. It is
+told two: where the store is, and to save and leave.
 """
 
 import faulthandler
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from service.env import get_env
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
     link = ShellLink(channel, stop)
     try:
         outcome = train_rank(request, lambda: _open_store(request, link), stop)
-    except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended it, then dies
+    except BaseException as error:
         traceback.print_exc()
         link.send("error", **describe_error(error))
         return 1
@@ -124,7 +124,7 @@ def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
     return 0
 
 
-def train_rank(request: RankRequest, open_store: Callable[[], "dist.Store"], stop: StopFlag) -> str:
+def train_rank(request: RankRequest, open_store: Callable[[], "Store"], stop: StopFlag) -> str:
     """Train from the newest verified checkpoint to the end; returns "finished" or "stopped". Collective."""
     from service.rank_training import train_from_newest_checkpoint
 
@@ -132,7 +132,7 @@ def train_rank(request: RankRequest, open_store: Callable[[], "dist.Store"], sto
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """What the shell reports of an exception: type, text, traceback, class, and whether a collective raised it."""
+    """What the shell reports of an exception."""
     from torch.distributed import DistError
 
     from jobs.errors import CheckpointError, DataError, NumericError, SpecError
@@ -166,11 +166,11 @@ def _redirect_output(path: Path) -> None:
     os.close(log)
 
 
-def _open_store(request: RankRequest, link: ShellLink) -> "dist.Store":
+def _open_store(request: RankRequest, link: ShellLink) -> "Store":
     """The generation's own TCPStore: rank 0 opens it on a free port, the others are told where."""
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=STORE_TIMEOUT_S)
     if request.rank == 0:
@@ -189,7 +189,7 @@ STORE_TIMEOUT_S = 120.0
 
 def main() -> int:
     """A rank under torchrun: `torchrun --nproc-per-node N -m service.rank_process RUN_DIR DATA_DIR`."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     def number(name: str) -> int:
         return int(get_env(name) or 0)
@@ -210,8 +210,8 @@ def main() -> int:
     stop = StopFlag()
     signal.signal(signal.SIGTERM, stop.set)
 
-    def open_store() -> "dist.Store":
-        from torch.distributed import PrefixStore
+    def open_store() -> "Store":
+        from torch._C._distributed_c10d import PrefixStore
 
         # torchrun's agent holds the store for all generations: each gets a prefix of its own.
         shared = TCPStore(get_env("MASTER_ADDR") or "", number("MASTER_PORT"), is_master=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from jobs.comm.groups import Groups, destroy_groups, init_groups
 from jobs.data.batches import BatchSource
@@ -39,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def train_from_newest_checkpoint(
-    request: RankRequest, open_store: Callable[[], dist.Store], stop: StopFlag
+    request: RankRequest, open_store: Callable[[], Store], stop: StopFlag
 ) -> str:
     """Train to the end of the spec or to a stop request; returns "finished" or "stopped". Collective."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {request.rank} %(message)s", force=True)
@@ -53,7 +53,7 @@ def train_from_newest_checkpoint(
     groups = init_groups(
         Mesh(dp=spec.strategy.dp),
         request.rank,
-        dist.PrefixStore("groups", store),
+        PrefixStore("groups", store),
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout_s=spec.resilience.collective_timeout_s,
     )
@@ -70,10 +70,10 @@ def train_from_newest_checkpoint(
         Identity(
             fingerprint=model_fingerprint(spec.model),
             engine=spec.strategy.kind,
-            mesh={"dp": spec.strategy.dp},
+            mesh=groups.mesh,
             attempt=request.attempt,
         ),
-        Peers(request.rank, request.world_size, dist.PrefixStore("saves", store)),
+        Peers(request.rank, request.world_size, PrefixStore("saves", store)),
         record,
     )
     hooks: list[Hook] = [title, *_metrics(spec, request, device), saving]
@@ -95,9 +95,13 @@ def _device(spec: JobSpec, local_rank: int) -> torch.device:
 
 
 def _start_point(
-    spec: JobSpec, run_dir: Path, engine: Engine, groups: Groups, record: Callable[[str, dict[str, Any]], None]
+    spec: JobSpec,
+    run_dir: Path,
+    engine: Engine,
+    groups: Groups,
+    record: Callable[[str, dict[str, Any]], None],
 ) -> Progress:
-    """The newest verified checkpoint, else the weights named by the spec, else the engine's own initialisation."""
+    """The newest verified checkpoint, else the weights that the spec names, else a fresh start."""
 
     def lr_of_step(step: int) -> float:
         return lr_at(spec.optim, spec.train.steps, step)
@@ -112,7 +116,7 @@ def _start_point(
 
 
 def _metrics(spec: JobSpec, request: RankRequest, device: torch.device) -> list[Hook]:
-    """Every rank measures the peak, since one that measured alone would find the machine idle; rank 0 writes."""
+    """All ranks measure the peak (one alone would find the machine idle); rank 0 writes."""
     peak = spec.tracking.peak_tflops or measure_peak_tflops(device, DTYPES[spec.train.precision])
     if request.rank != 0:
         return []

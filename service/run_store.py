@@ -1,6 +1,7 @@
 """The folder of a run: where everything of it lies, its state file, and how to find runs. Starts nothing.
 
-<storage>/<run id>/  spec.json  run.json  control/  ledger/  metrics.jsonl  logs/  checkpoints/  report.html  loss.png
+<storage>/<run id>/  spec.json  run.json  control/  ledger/  metrics.jsonl  logs/  checkpoints/
+report.html  loss.png
 """
 
 import json
@@ -34,6 +35,8 @@ class RunState:
     """Wall clock, unix seconds."""
     data_dir: str = ""
     """Folder of the prepared data."""
+    data_fingerprint: str = ""
+    """Hash of the prepared data: a resume must find the same."""
     attempts: int = 0
     """Attempts begun so far."""
     mlflow_run_id: str | None = None
@@ -44,7 +47,7 @@ class RunState:
     error: str = ""
 
     def is_driver_alive(self, run_dir: Path) -> bool:
-        """The driver still runs: its process on this host, a lease younger than LEASE_S for one on another."""
+        """The driver still runs: its process here, or a young lease where it is on another host."""
         if self.driver_host != socket.gethostname():
             lease = run_dir / "control" / "driver_alive"
             return lease.exists() and time.time() - lease.stat().st_mtime < LEASE_S
@@ -87,7 +90,8 @@ def create_run(spec: JobSpec, run_dir: Path) -> RunState:
         run_dir.mkdir(parents=True)
     except FileExistsError:
         raise SpecError(
-            f"run name in use: {run_dir} exists; choose another run.name, or go on with it: packtrain resume {run_dir.name}"
+            f"run name in use: {run_dir} exists; choose another run.name, or go on with it: "
+            f"packtrain resume {run_dir.name}"
         ) from None
     for name in ("control", "ledger", "logs", "checkpoints"):
         (run_dir / name).mkdir()

@@ -1,89 +1,157 @@
-"""From a loaded spec to a finished run: checks, data, cluster, supervisor, report. The verbs run and resume end here."""
+"""From a loaded spec to the end of a run: checks, data, cluster, supervisor, report."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from jobs.data.prepare import PreparedData, check_validation, check_vocab, prepare
+from jobs.data.prepare import PreparedData, check_unchanged, check_validation, check_vocab, prepare
 from jobs.errors import SpecError
+from jobs.spec.compare import announce_lr, compare_for_resume
 from jobs.spec.job import JobSpec
+from jobs.spec.load import load_spec, resolved_json
 from ops.ledger import LedgerWriter
-from ops.report import Report, build_report
-from service.drill import KillHalfway
+from service.env import environment, is_inside_ray_job
 from service.origin import find_source_root
 from service.preflight import ClusterFacts, check_before_start
 from service.progress import ProgressView
-from service.report_html import write_report_files
-from service.run_store import FINISHED, RunState, create_run, read_state, write_state
+from service.run_report import finish_report
+from service.run_store import (
+    FINISHED,
+    RUNNING,
+    RunState,
+    create_run,
+    last_step,
+    read_spec,
+    read_state,
+    write_atomically,
+    write_state,
+)
 from service.tracking_feed import TrackingFeed
 
 EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "STOPPED": 3, "PREEMPTED": 3}
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How the user wants the run to be driven, none of it part of what the run computes."""
+    """How the user wants the run to be driven: none of it is part of what the run computes."""
 
     address: str | None = None
-    """Ray address; None embeds a cluster (or takes RAY_ADDRESS)."""
+    """Ray address; None takes RAY_ADDRESS, else embeds a cluster."""
     demo_kill: bool = False
-    """Kill one rank and one worker by SIGKILL on the way, to show the recovery."""
-    is_embedded_code: bool = True
+    """SIGKILL a rank, and later a Ray worker, to show the recovery."""
+    export_dir: Path | None = None
+    """Export the trained weights in Hugging Face form to this folder at the end."""
 
 
-def prepare_data(spec: JobSpec, say: Callable[[str], None]) -> PreparedData:
+def with_absolute_storage(spec: JobSpec) -> JobSpec:
+    """The spec with run.storage made absolute.
+
+    A relative storage is below the current folder; inside a Ray job, whose working directory is a
+    temporary copy that Ray deletes, it is below ~/packtrain.
+    """
+    base = Path.home() / "packtrain" if is_inside_ray_job() else Path.cwd()
+    storage = str((base / Path(spec.run.storage).expanduser()).resolve())
+    return spec.model_copy(update={"run": spec.run.model_copy(update={"storage": storage})})
+
+
+def prepare_data(spec: JobSpec, say: Say) -> PreparedData:
     """Token shards of the run, made when the cache has none, checked against the model."""
-    prepared = prepare(spec.data, Path(spec.run.storage).resolve(), say)
+    prepared = prepare(spec.data, Path(spec.run.storage), say)
     check_vocab(prepared, spec.model.vocab_size)
-    if spec.train.evaluate_every_steps is not None:
+    if spec.train.evaluate_every_steps:
         check_validation(prepared)
     return prepared
 
 
-def start_run(spec: JobSpec, run_dir: Path, options: RunOptions, say: Callable[[str], None]) -> int:
-    """Check everything, prepare the data, make the run's folder and drive the run; returns the exit code.
+def start_run(spec: JobSpec, run_dir: Path, options: RunOptions, say: Say) -> int:
+    """Check everything, prepare the data, make the run's folder, drive the run. Returns the exit code.
 
     Raises:
-        PacktrainError: something is wrong with the input; nothing was started.
+        PacktrainError: something is wrong with the input; no worker was started.
     """
-    for warning in check_before_start(spec, run_dir, None):
+    for warning in check_before_start(spec, run_dir, None, environment()):
         say(f"warning: {warning}")
     prepared = prepare_data(spec, say)
-    _connect(spec, options)
-    check_before_start(spec, run_dir, _cluster_facts())
-    state = replace(create_run(spec, run_dir), data_dir=str(prepared.cache_dir))
-    write_state(run_dir, state)
+    _connect(spec, run_dir, options, resume=False)
+    state = create_run(spec, run_dir)
     LedgerWriter(run_dir / "ledger" / "driver.jsonl").write("run_created", run_id=state.run_id)
-    return _drive(spec, run_dir, options, say)
+    return _drive(spec, run_dir, _with_data(state, prepared), options, say)
 
 
-def resume_run(spec: JobSpec, run_dir: Path, options: RunOptions, say: Callable[[str], None]) -> int:
-    """Go on with a run whose driver is gone, or that was stopped or failed; returns the exit code."""
-    state = read_state(run_dir)
-    if state.status == FINISHED:
+def resume_run(run_dir: Path, overrides: Sequence[str], options: RunOptions, say: Say) -> int:
+    """Go on with a run whose driver died, or that was stopped or failed. Returns the exit code.
+
+    Raises:
+        SpecError: the run is finished or being driven, or the overrides change what it may not.
+    """
+    state, old = read_state(run_dir), read_spec(run_dir)
+    spec = load_spec(run_dir / "spec.json", overrides)
+    refusal = compare_for_resume(old, spec).refusal()
+    if refusal is not None:
+        raise SpecError(refusal)
+    step = last_step(run_dir)
+    if state.status == FINISHED and step >= spec.train.steps:
         raise SpecError(
-            f"run {run_dir.name} is FINISHED: nothing is left to do (train.steps={spec.train.steps})"
+            f"run {run_dir.name} is FINISHED at step {step} of train.steps={spec.train.steps}: nothing is "
+            f"left to do; train further with --set train.steps=N"
         )
-    if state.status == "RUNNING" and state.is_driver_alive(run_dir):
+    if state.status == RUNNING and state.is_driver_alive(run_dir):
         raise SpecError(
-            f"run {run_dir.name} is being driven by pid {state.driver_pid} on {state.driver_host}; stop it first"
+            f"run {run_dir.name} is being driven by process {state.driver_pid} on {state.driver_host}; "
+            f"end that first: packtrain stop {run_dir.name}"
         )
+    for change in compare_for_resume(old, spec).announced:
+        say(f"changed: {change}")
+    for line in filter(None, [announce_lr(old, spec, step)]):
+        say(line)
+    for warning in check_before_start(spec, run_dir, None, environment(), resume=True):
+        say(f"warning: {warning}")
     prepared = prepare_data(spec, say)
-    _connect(spec, options)
-    write_state(run_dir, replace(state, status="RUNNING", data_dir=str(prepared.cache_dir)).driven_by_me())
-    return _drive(spec, run_dir, options, say)
+    if state.data_fingerprint:
+        check_unchanged(prepared, state.data_fingerprint)
+    _connect(spec, run_dir, options, resume=True)
+    write_atomically(run_dir / "spec.json", resolved_json(spec))
+    return _drive(spec, run_dir, _with_data(state, prepared), options, say)
 
 
-def _connect(spec: JobSpec, options: RunOptions) -> None:
-    from service.cluster import connect  # imports Ray: seconds that a wrong spec must not cost
+def _with_data(state: RunState, prepared: PreparedData) -> RunState:
+    known = replace(state, data_dir=str(prepared.cache_dir), data_fingerprint=prepared.fingerprint)
+    return replace(known, status=RUNNING).driven_by_me()
+
+
+def _connect(spec: JobSpec, run_dir: Path, options: RunOptions, *, resume: bool) -> None:
+    from service.cluster import capacity, connect  # imports Ray: seconds that a wrong spec must not cost
 
     connect(spec, options.address, find_source_root())
-
-
-def _cluster_facts() -> ClusterFacts:
-    from service.cluster import capacity
-
     have = capacity()
-    return ClusterFacts(cpus=have.cpus, gpus=have.gpus, free_cpus=have.free_cpus, free_gpus=have.free_gpus)
+    facts = ClusterFacts(have.cpus, have.gpus, have.free_cpus, have.free_gpus)
+    check_before_start(spec, run_dir, facts, environment(), resume=resume)
+
+
+def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, say: Say) -> int:
+    from service.drill import KillAtStep
+    from service.supervisor import Supervisor
+
+    write_state(run_dir, state)
+    view = ProgressView(run_dir, spec.train.steps)
+    feed = TrackingFeed(run_dir, spec, view.say)
+    feed.start()
+    drills: list[KillAtStep] = []
+    if options.demo_kill:
+        drills = [
+            KillAtStep("rank_pid", spec.train.steps // 3, view.say),
+            KillAtStep("shell_pid", 2 * spec.train.steps // 3, view.say),
+        ]
+
+    def watch(supervisor: Supervisor) -> None:
+        view.poll()
+        for drill in drills:
+            drill.poll(supervisor)
+
+    say(f"run {run_dir.name}: {spec.model.n_params:,} parameters, {spec.world_size} ranks, {run_dir}")
+    code_dir = "" if is_inside_ray_job() else str(find_source_root())
+    end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
+    view.close()
+    finish_report(run_dir, feed, end, options.export_dir, say)
+    return EXIT_CODES[end.status]

@@ -1,4 +1,4 @@
-"""Hand a spec to a cluster through Ray Jobs: the code and the resolved spec travel as the job's working directory."""
+"""Hand a spec to a cluster through Ray Jobs; code and resolved spec travel with the job."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""The attempt loop of a run: start an attempt, watch it, and on its end decide (by ops.policy) what comes next.
+"""The attempt loop of a run: start an attempt, watch it, decide (by ops.policy) what comes next.
 
     while True:
         wait for enough nodes -> attempt n = one fit() (in a thread) with one shell a rank
@@ -6,8 +6,8 @@
         finished -> FINISHED      stopped -> STOPPED | PREEMPTED      failed -> FAILED
         a shell, a node or the controller died -> incident -> policy -> attempt n + 1 | FAILED
 
-Failures of ranks inside a living attempt are the coordinator's. Everything that must survive this process is in the run
-folder, so a killed driver is followed by `packtrain resume`.
+Failures of ranks inside a living attempt are the coordinator's. Everything that must survive this process
+is in the run folder, so a killed driver is followed by `packtrain resume`.
 """
 
 import secrets
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-
 from jobs.engines.preload import preload_modules
+
 from jobs.spec.job import JobSpec
 from ops.decision import Action
 from ops.incident import FailureClass, Incident
@@ -73,7 +73,8 @@ class Supervisor:
         Args:
             spec: the resolved spec of the run.
             run_dir: its folder, made by create_run.
-            code_dir: folder of jobs, ops, service on every node; empty where Ray ships the code (working_dir).
+            code_dir: folder of jobs, ops, service on every node; empty where Ray ships the code
+            (working_dir).
             say: shows one line to the user.
             watch: called about five times a second while an attempt runs.
         """
@@ -86,10 +87,11 @@ class Supervisor:
         self._token = secrets.token_hex(8)
         self._signals: list[int] = []
         self._stop_asked_at: float | None = None
+        self._is_abandoned = False
         self._coordinator: Any = None
 
     def run(self) -> RunEnd:
-        """Attempts until the run has ended; installs handlers for SIGINT and SIGTERM while it runs (main thread)."""
+        """Attempts until the run has ended. Main thread: it takes SIGINT and SIGTERM meanwhile."""
         before = {
             number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -212,7 +214,7 @@ class Supervisor:
         )
 
     def _lost_nodes(self, nodes: dict[str, str], failure: FitFailure) -> list[str]:
-        """Addresses of the attempt's nodes that Ray calls dead; waits for Ray's verdict where the text hints at one."""
+        """Addresses of the attempt's nodes that Ray calls dead; waits where the text hints at one."""
         hints = "node" in failure.text.lower() or "Unavailable" in failure.text
         deadline = time.monotonic() + (NODE_DEATH_LIMIT_S if hints and capacity().n_nodes > 1 else 0.0)
         while True:
@@ -228,9 +230,10 @@ class Supervisor:
         have, needs = capacity(), self._spec.resources
         return RunEnd(
             FAILED,
-            f"no room for {self._spec.world_size} workers of {needs.cpus_per_worker:g} CPUs and {needs.gpus_per_worker} GPUs: the "
-            f"{have.n_nodes} live nodes have {have.cpus:g} CPUs and {have.gpus:g} GPUs, and none came within "
-            f"resilience.wait_for_nodes_s={self._spec.resilience.wait_for_nodes_s:g}",
+            f"no room for {self._spec.world_size} workers of {needs.cpus_per_worker:g} CPUs and "
+            f"{needs.gpus_per_worker} GPUs: the {have.n_nodes} live nodes have {have.cpus:g} CPUs and "
+            f"{have.gpus:g} GPUs, and none came within resilience.wait_for_nodes_s="
+            f"{self._spec.resilience.wait_for_nodes_s:g}",
         )
 
     # ------------------------------------------------------------------ stopping
@@ -243,7 +246,7 @@ class Supervisor:
 
     def _pass_on_stop(self) -> None:
         """Ask the ranks to save and leave; after the grace time, or a third Ctrl-C, end them as they are."""
-        if not self._is_stop_asked():
+        if not self._is_stop_asked() or self._is_abandoned:
             return
         if self._stop_asked_at is None:
             self._stop_asked_at = time.monotonic()
@@ -253,6 +256,6 @@ class Supervisor:
             time.monotonic() - self._stop_asked_at > self._spec.resilience.stop_grace_s
             or len(self._signals) >= 3
         ):
-            self._stop_asked_at = float("inf")
+            self._is_abandoned = True
             self._say("stop grace is over: ending the ranks without a further checkpoint")
             ray.get(self._coordinator.abandon.remote())

@@ -1,4 +1,4 @@
-"""The shell: what runs inside a Ray Train worker actor. It forks a rank, watches it, and does what it is ordered.
+"""The shell: runs inside a Ray Train worker, forks a rank, watches it, obeys orders.
 
     shell_loop
       start the fork server (imports torch while Ray sets up the rest)
@@ -10,8 +10,9 @@
         end        kill what is left, return
       every exit of a rank is reported with its exit code and its own words
 
-The shell outlives its rank: it sees exit codes and signals that Ray cannot report, and a crashed rank costs a fork, not a
-new actor. Only the shell talks to Ray; a rank knows nothing of it. Holds no tensors, imports no torch.
+The shell outlives its rank: it sees exit codes and signals that Ray cannot report, and a crashed rank
+costs a fork, not a new actor. Only the shell talks to Ray; a rank knows nothing of it. Holds no tensors,
+imports no torch.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ from jobs.spec.job import JobSpec
 from ops.diagnosis.rank_exits import RankExit
 from service.coordinator import Order, ShellInfo
 from service.env import environment, get_env
-from service.origin import find_source_root
 from service.fork_client import ForkServer, RankMessage
+from service.origin import find_source_root
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_spec
 
@@ -51,14 +52,16 @@ class ShellConfig:
     namespace: str
     preload: tuple[str, ...]
     code_dir: str
-    """Folder that holds jobs, ops and service, for processes that Ray does not start; empty: this process's own."""
+    """Folder that holds jobs, ops and service, for processes that Ray does not start; empty: this
+    process's own."""
     token: str
-    """What control/token in the run folder holds: a node that reads something else does not share the storage."""
+    """What control/token in the run folder holds: a node that reads something else does not share the
+    storage."""
 
 
 @dataclass
-class ShellBackend(BackendConfig):  # type: ignore[misc]
-    """Sets up no process group in the worker actors: groups are the ranks', and ranks are forked by the shells.
+class ShellBackend(BackendConfig):
+    """Sets up no process group in the worker actors: groups are the ranks' own.
 
     TorchConfig would have every shell import torch and form a group that no rank uses.
     """
@@ -239,6 +242,7 @@ class _Shell:
     def _start_server(self) -> ForkServer:
         values = {
             "OMP_NUM_THREADS": str(self._spec.resources.threads_per_rank),
+            "LOCAL_RANK": str(self._place.local_rank),
             "PYTHONPATH": ":".join(filter(None, (self._code_dir, get_env("PYTHONPATH")))),
             **_socket_interface(self._place.node),
             **self._spec.resources.env,
@@ -253,7 +257,7 @@ class _Shell:
 
 
 def _socket_interface(node_ip: str) -> dict[str, str]:
-    """Interface that holds the address Ray knows this node by, for gloo and NCCL; the node's own setting wins.
+    """Interface that holds the address Ray knows this node by; the node's own setting wins.
 
     Without it gloo takes the address that the host name resolves to, which on many machines is another one.
     """
