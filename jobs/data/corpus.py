@@ -1,11 +1,11 @@
 """Documents of each source, one at a time, in a fixed order. Does not tokenize, split or count."""
 
-import hashlib
 import importlib
 import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from jobs.spec.data import JsonlSource, PythonCorpus, Source, TextSource, Tokens
 TextKind = PythonCorpus | TextSource | JsonlSource
 """Sources whose documents are text."""
 
-_NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+"""Folders left out of the Python corpus; pydoc_data holds the topics, which are documents of their own."""
 _READ_BYTES = 1 << 20
 
 
@@ -29,7 +30,7 @@ def source_files(source: Source) -> list[Path]:
     """
     if isinstance(source, PythonCorpus):
         return _standard_library_files()
-    path = Path(source.path)
+    path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -112,16 +113,14 @@ def largest_token(source: TokensSource) -> int:
 def describe_content(source: Source) -> dict[str, Any]:
     """What decides the documents of a source, as JSON values: two equal descriptions give equal documents.
 
-    The Python corpus is known by its content (interpreters of one version differ between builds), files by
-    path, size and modification time. The source's weight is left out: it decides how often, not what.
+    Files are known by path, size and modification time. The source's weight is left out: it decides how
+    often, not what.
     """
     described = source.model_dump(mode="json", exclude={"weight"})
+    files = source_files(source)
     if isinstance(source, PythonCorpus):
-        digest = hashlib.sha256()
-        for text in _iter_python_corpus(source.max_bytes):
-            digest.update(hashlib.sha256(text.encode()).digest())
-        return {**described, "content": digest.hexdigest()}
-    stats = [(path.resolve().as_posix(), path.stat()) for path in source_files(source)]
+        files.append(Path(str(_topics_module().__file__)))
+    stats = [(path.resolve().as_posix(), path.stat()) for path in files]
     return {**described, "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}
 
 
@@ -148,8 +147,12 @@ def _standard_library_files() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
+def _topics_module() -> ModuleType:
+    return importlib.import_module("pydoc_data.topics")
+
+
 def _documentation_topics() -> list[str]:
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    topics: dict[str, str] = _topics_module().topics
     return [topics[name] for name in sorted(topics)]
 
 

@@ -122,19 +122,18 @@ def prepare(data: DataSpec, storage: Path, progress: Callable[[str], None] | Non
             tokenizer, or the cached shards are damaged.
     """
     say = progress or (lambda _line: None)
-    root = Path(data.cache_dir) if data.cache_dir is not None else storage / "cache"
-    root.mkdir(parents=True, exist_ok=True)
+    root = (Path(data.cache_dir).expanduser() if data.cache_dir is not None else storage / "cache").resolve()
     folder = root / cache_key(data)
-    with _exclusive(root / f".{folder.name}.lock"):
-        if (folder / PREPARED_FILE).is_file():
-            prepared = load_prepared(folder)
-            _verify_small(prepared)
-            say(f"data: found prepared in {folder}")
-        else:
-            _remove_leftovers(root, folder.name)
-            _write(data, folder, say)
-            prepared = load_prepared(folder)
+    try:
+        if not (folder / PREPARED_FILE).is_file():
+            root.mkdir(parents=True, exist_ok=True)
+            _write_once(data, folder, say)
+    except OSError as error:
+        raise DataError(f"the data could not be prepared in {root}: {error}") from error
+    prepared = load_prepared(folder)
+    _verify_small(prepared)
     _check_enough(prepared, data)
+    say(f"data: {prepared.n_documents} documents, {prepared.n_tokens} tokens, prepared in {folder}")
     return prepared
 
 
@@ -183,7 +182,14 @@ def load_prepared(cache_dir: Path) -> PreparedData:
     for number, count in enumerate(counts):
         folder = cache_dir / f"source-{number:02d}"
         for split in ("train", "validation"):
-            for file in TokenShards(folder / split).header.files:
+            header = TokenShards(folder / split).header
+            if header.tokenizer_fingerprint != fields[0]:
+                raise DataError(
+                    f"{folder / split} was made with tokenizer {header.tokenizer_fingerprint[:12]} but "
+                    f"{path} names "
+                    f"{fields[0][:12]}; delete {cache_dir} and prepare the data again"
+                )
+            for file in header.files:
                 digest.update(bytes.fromhex(file.sha256))
         sources.append(PreparedSource(folder / "train", folder / "validation", **asdict(count)))
     return PreparedData(
@@ -243,6 +249,14 @@ def check_validation(prepared: PreparedData) -> None:
             "documents "
             "(separator), or leave evaluation out"
         )
+
+
+def _write_once(data: DataSpec, folder: Path, say: Callable[[str], None]) -> None:
+    with _exclusive(folder.with_name(f".{folder.name}.lock"), say):
+        if (folder / PREPARED_FILE).is_file():
+            return  # another process wrote it while this one waited
+        _remove_leftovers(folder.parent, folder.name)
+        _write(data, folder, say)
 
 
 def _write(data: DataSpec, folder: Path, say: Callable[[str], None]) -> None:
@@ -340,11 +354,16 @@ def _verify_small(prepared: PreparedData) -> None:
 
 
 @contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
+def _exclusive(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold a lock file, which a process that dies lets go of. Without file locks nobody is kept out."""
     with path.open("w") as file:
-        with suppress(OSError):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"data: another process is preparing the same data, waiting for it ({path})")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            say(f"data: no file locks in {path.parent}, another process might do the same work")
         yield
 
 

@@ -115,7 +115,7 @@ def load_tokenizer(path: Path, end_of_document: str | None = None) -> JsonTokeni
         DataError: the file is missing or broken, or has no such end-of-document token.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.tokenizer.path: cannot read {path} ({error})") from error
     return _from_json(text, end_of_document, str(path))

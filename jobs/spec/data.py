@@ -23,6 +23,7 @@ class TextSource(SpecSection):
     path: str
     """A file, a folder (all files below it, sorted) or a glob."""
     separator: str | None = None
+    r"""Taken literally, except that "\n%\n" (a newline at both ends) means each line that holds just "%"."""
     weight: float = Field(default=1.0, gt=0)
 
 

@@ -199,7 +199,7 @@ def test_prepared_twice_is_tokenized_once_and_a_change_is_seen(
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "write_split", None)  # any use would fail
         assert prepare(spec, tmp_path, said.append) == first
-    assert "found prepared" in said[-1]
+    assert "1 documents, 15 tokens, prepared in" in said[-1]
     check_unchanged(first, first.fingerprint)
     (tmp_path / "a.txt").write_text("some text of b")
     second = prepare(spec, tmp_path)
@@ -216,6 +216,29 @@ def test_the_tokenizer_is_saved_and_facts_are_json(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     spec = data_spec(text(tmp_path / "a.txt"), cache_dir=str(elsewhere))
     assert prepare(spec, tmp_path).cache_dir.parent == elsewhere
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text of a")
+    spec = data_spec(text(tmp_path / "a.txt"), cache_dir=str(tmp_path / "a.txt" / "cache"))
+    with pytest.raises(DataError, match=r"could not be prepared in .*a\.txt/cache: .*Not a directory"):
+        prepare(spec, tmp_path)
+
+
+def test_a_relative_cache_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text of a")
+    prepared = prepare(data_spec(text(Path("a.txt")), cache_dir="kept"), Path("runs"))
+    assert prepared.cache_dir.parent == tmp_path / "kept"  # ranks have another working folder
+
+
+def test_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text of a")
+    prepared = prepare(data_spec(text(tmp_path / "a.txt")), tmp_path)
+    header = prepared.sources[0].train / "header.json"
+    header.write_text(header.read_text().replace(prepared.tokenizer_fingerprint, "0123" * 16))
+    with pytest.raises(DataError, match=r"made with tokenizer 0123"):
+        load_prepared(prepared.cache_dir)
 
 
 def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
