@@ -4,21 +4,22 @@
     norm -> clip -> AdamW on this rank's share -> all-gather of the new weights (stage 3: before each use)
 
 DeepSpeed gets a plain torch optimizer and no schedule, so nothing is compiled at run time and the learning
-rate is ours. What the state looks like inside is deepspeed_state.py's business. Needs LOCAL_RANK in the
-environment, as under torchrun: DeepSpeed takes the index of the rank's device from there.
+rate is ours. What the state looks like inside is deepspeed_state.py's business. DeepSpeed wants LOCAL_RANK in
+the environment, as torchrun sets it; the device is the one handed in all the same.
 """
 
 import logging
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
-import deepspeed  # noqa: TID251 - this is a DeepSpeed engine file
 import torch
 import torch.distributed as dist
 
 from jobs.comm.groups import Groups
 from jobs.engines.base import MicroBatch, StepResult
+from jobs.engines.deepspeed_import import import_deepspeed
 from jobs.engines.deepspeed_state import (
     Fragment,
     create_moments,
@@ -36,6 +37,8 @@ from jobs.spec.job import JobSpec
 from jobs.spec.optim import OptimSpec
 from jobs.spec.strategy import DeepspeedZeroStrategy
 from jobs.state import Chunk
+
+deepspeed = import_deepspeed()
 
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default of reduce_bucket_size."""
@@ -64,7 +67,7 @@ class DeepspeedZeroEngine:
         parameters = dict(model.named_parameters())
         start = {name: parameter.detach() for name, parameter in parameters.items()}
         self._optimizer = _build_optimizer(model, spec.optim)
-        self._engine = _initialize(model, self._optimizer, zero_config(spec))
+        self._engine = _initialize(model, self._optimizer, zero_config(spec), device)
         self._fragments = self._find_fragments(parameters)
         create_moments(self._optimizer, [fragment.holder for fragment in self._fragments])
         if spec.train.precision == "bf16":
@@ -197,7 +200,9 @@ def _build_optimizer(model: torch.nn.Module, spec: OptimSpec) -> torch.optim.Opt
     return torch.optim.AdamW(param_groups, lr=spec.lr, betas=betas, eps=spec.eps, fused=True)
 
 
-def _initialize(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+def _initialize(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
+) -> Any:
     """deepspeed.initialize without its compilers and its prints. Collective."""
     # Its table of usable compiled ops. Left alone, it is filled by running compilers, and an op found usable
     # is built at run time; a build that is killed leaves a lock that hangs every later rank.
@@ -207,12 +212,13 @@ def _initialize(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config
     warnings.filterwarnings(
         "ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
-    if torch.device(deepspeed.get_accelerator().device_name()).type == "cpu":
+    if device.type == "cpu":
         # Stage 3 asks at every gradient reduction, and is answered by a program that lists NUMA nodes.
         deepspeed.get_accelerator().device_count = _one_device
     level = deepspeed.utils.logger.level
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    engine, zero_optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    place = SimpleNamespace(device_rank=device.index or 0)
+    engine, zero_optimizer, _, _ = deepspeed.initialize(place, model, optimizer, config=config)
     deepspeed.utils.logger.setLevel(level)
     if type(zero_optimizer).__name__ == "DeepSpeedZeroOptimizer":
         # Drop a step whose gradient is not finite in bf16 too: by the norm that step() computes anyway, and

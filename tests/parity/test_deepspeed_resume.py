@@ -9,6 +9,7 @@ from jobs.comm.groups import Groups
 from jobs.engines.base import Engine
 from jobs.engines.deepspeed_zero import DeepspeedZeroEngine
 from jobs.engines.native import NativeEngine
+from jobs.engines.preload import preload_modules
 from jobs.spec.job import JobSpec
 from tests.support.deepspeed_runs import (
     CPU,
@@ -25,7 +26,7 @@ from tests.support.deepspeed_runs import (
 )
 from tests.support.ranks import run_ranks
 
-RANKS_PRELOAD = ("jobs.engines.deepspeed_zero",)
+RANKS_PRELOAD = preload_modules("deepspeed_zero")
 pytestmark = pytest.mark.parity
 
 CASES = {

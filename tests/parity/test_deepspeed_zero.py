@@ -5,15 +5,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.utils.cpp_extension
 
 from jobs.comm.groups import Groups
 from jobs.engines.deepspeed_state import MOMENTS
-from jobs.engines.deepspeed_zero import DeepspeedZeroEngine
+from jobs.engines.deepspeed_zero import DeepspeedZeroEngine, deepspeed
 from jobs.engines.native import NativeEngine
+from jobs.engines.preload import preload_modules
 from jobs.models.llama import Llama
 from jobs.spec.job import JobSpec
 from tests.support.deepspeed_runs import (
@@ -32,7 +32,7 @@ from tests.support.deepspeed_runs import (
 )
 from tests.support.ranks import run_ranks
 
-RANKS_PRELOAD = ("jobs.engines.deepspeed_zero",)
+RANKS_PRELOAD = preload_modules("deepspeed_zero")
 pytestmark = pytest.mark.parity
 
 N_STEPS = 20
