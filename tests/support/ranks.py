@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,12 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout_s: float = 50.0
+    fn: Callable[..., Any],
+    world_size: int,
+    tmp_path: Path,
+    *args: Any,
+    timeout_s: float = 50.0,
+    collective_timeout_s: float | None = None,
 ) -> list[Any]:
     """Run `fn(groups, *args)` in `world_size` gloo processes; returns what each rank returned, in rank order.
 
@@ -46,7 +52,8 @@ def run_ranks(
         world_size: number of ranks, all on the dp axis.
         tmp_path: a fresh folder; the ranks meet in a file store below it.
         args: picklable, the same for every rank.
-        timeout_s: ranks that have not returned by then are killed; also the limit of each collective.
+        timeout_s: ranks that have not returned by then are killed.
+        collective_timeout_s: limit of each collective; None takes timeout_s.
 
     Raises:
         RankFailedError: a rank raised (its traceback is shown), died or hung.
@@ -54,6 +61,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     store = Path(tempfile.mkdtemp(prefix="store-", dir=tmp_path)) / "store"
     payload = pickle.dumps((fn, args))
+    limit_s = timeout_s if collective_timeout_s is None else collective_timeout_s
     ranks: list[multiprocessing.process.BaseProcess] = []
     pipes: list[Connection] = []
     try:
@@ -61,7 +69,7 @@ def run_ranks(
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(rank, world_size, str(store), timeout_s, payload, theirs),
+                args=(rank, world_size, str(store), limit_s, payload, theirs),
                 daemon=True,
             )
             process.start()
@@ -85,6 +93,11 @@ def preload(names: Sequence[str]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *names])
+
+
+def warm() -> None:
+    """Start the fork server without waiting for it: it imports while the first tests run."""
+    forkserver.ensure_running()
 
 
 def _collect(
@@ -120,11 +133,11 @@ def _collect(
 
 
 def _rank_main(
-    rank: int, world_size: int, store: str, timeout_s: float, payload: bytes, pipe: Connection
+    rank: int, world_size: int, store: str, limit_s: float, payload: bytes, pipe: Connection
 ) -> None:
     threading.Thread(target=_die_with_the_test, daemon=True).start()
     try:
-        reply = (True, _run(rank, world_size, store, timeout_s, payload))
+        reply = (True, _run(rank, world_size, store, limit_s, payload))
     except BaseException:
         reply = (False, traceback.format_exc())
     # Plain pickle: multiprocessing's own would send tensors as handles that die with this process.
@@ -132,7 +145,7 @@ def _rank_main(
     pipe.close()
 
 
-def _run(rank: int, world_size: int, store: str, timeout_s: float, payload: bytes) -> Any:
+def _run(rank: int, world_size: int, store: str, limit_s: float, payload: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -143,7 +156,7 @@ def _run(rank: int, world_size: int, store: str, timeout_s: float, payload: byte
     os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed asks for it
     fn, args = pickle.loads(payload)
     groups = init_groups(
-        Mesh(dp=world_size), rank, dist.FileStore(store, world_size), backend="gloo", timeout_s=timeout_s
+        Mesh(dp=world_size), rank, dist.FileStore(store, world_size), backend="gloo", timeout_s=limit_s
     )
     value = fn(groups, *args)
     destroy_groups(groups)

@@ -1,0 +1,59 @@
+import pytest
+
+from jobs.flops import flops_per_token, mfu_frac
+from jobs.spec.model import ModelSpec
+
+
+def _llama(n_layers, d_model, n_heads, d_ff):
+    return ModelSpec(
+        vocab_size=128_256,
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        head_dim=128,
+        d_ff=d_ff,
+        max_seq_len=8192,
+    )
+
+
+LLAMA_8B = _llama(32, 4096, 32, 14_336)
+LLAMA_70B = _llama(80, 8192, 64, 28_672)
+LLAMA_405B = _llama(126, 16_384, 128, 53_248)
+
+
+@pytest.mark.parametrize(
+    ("model", "full_gflops", "half_gflops"),
+    [(LLAMA_8B, 57.91, 51.47), (LLAMA_70B, 481.44, 449.22), (LLAMA_405B, 2625.45, 2523.96)],
+)
+def test_flops_per_token_of_the_llama_3_models_at_8k(model, full_gflops, half_gflops):
+    assert flops_per_token(model, 8192, "full_attention") / 1e9 == pytest.approx(full_gflops, abs=0.005)
+    assert flops_per_token(model, 8192, "causal_half") / 1e9 == pytest.approx(half_gflops, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens_per_s", "tflops"),
+    [
+        (LLAMA_8B, 14_451, 743.8),
+        (LLAMA_8B, 14_079, 724.7),
+        (LLAMA_70B, 1_602, 719.7),
+        (LLAMA_405B, 292, 737.0),
+        (LLAMA_405B, 328, 827.9),
+    ],
+)
+def test_published_rates_come_out_with_the_causal_half(model, tokens_per_s, tflops):
+    found = mfu_frac(model, 8192, "causal_half", tokens_per_s=tokens_per_s, n_ranks=1, peak_tflops=1.0)
+    assert found == pytest.approx(tflops, abs=0.06)
+
+
+def test_mfu_is_of_all_ranks_together():
+    one = mfu_frac(LLAMA_8B, 8192, "causal_half", tokens_per_s=8000.0, n_ranks=1, peak_tflops=989.0)
+    eight = mfu_frac(LLAMA_8B, 8192, "causal_half", tokens_per_s=64_000.0, n_ranks=8, peak_tflops=989.0)
+    assert one == pytest.approx(eight)
+    assert 0.0 < one < 1.0
+
+
+def test_tied_embeddings_still_make_the_logits():
+    tied = LLAMA_8B.model_copy(update={"tie_embeddings": True})
+    for convention in ("causal_half", "full_attention"):
+        assert flops_per_token(tied, 8192, convention) == flops_per_token(LLAMA_8B, 8192, convention)
