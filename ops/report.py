@@ -145,10 +145,10 @@ def incident_json(bill: IncidentBill) -> dict[str, Any]:
         "attempt": event.integer("attempt"),
         "generation": event.integer("generation"),
         "detected_at": event.seconds("detected_at", event.at),
-        "detect_s": bill.detect_s,
-        "restart_s": bill.restart_s,
+        "detect_s": round(bill.detect_s, 6),
+        "restart_s": round(bill.restart_s, 6),
         "lost_steps": bill.lost_steps,
-        "redo_s": bill.redo_s,
+        "redo_s": round(bill.redo_s, 6),
         "evidence": event.text("evidence"),
     }
 

@@ -1,7 +1,7 @@
 """What a run looks like while it runs: a bar on a terminal, a plain line a step elsewhere.
 
-Reads the run folder only. Rates are those of steps, never a sum since the start: they are right after a resume,
-and a slow step is slow alone. Sums nothing up: see report_text.py.
+Reads the run folder only. Rates are those of steps, never a sum since the start: they are right after a
+resume, and a slow step is slow alone. Sums nothing up: see report_text.py.
 """
 
 import math

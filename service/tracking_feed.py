@@ -157,7 +157,7 @@ class TrackingFeed:
         if is_asked:
             self._wake.set()
         if self._final_status:
-            settle_run(pump, self._dir, self._final_status)
+            settle_run(pump, self._dir, self._spec, self._final_status)
             self._is_settled = True
         elif time.monotonic() - self._sampled_mono_s > SYSTEM_EVERY_S:
             self._sampled_mono_s = time.monotonic()

@@ -15,7 +15,7 @@ from jobs.spec.job import JobSpec
 from ops.ledger import METRICS_FILE, read_ledger
 from ops.tracking.cursor import load_cursor
 from ops.tracking.mlflow import embedded_uri, shown_uri
-from ops.tracking.params import flatten_params
+from ops.tracking.params import flatten_params, masked_spec
 from ops.tracking.pump import STATE_FILE, MlflowPump
 from service.env import get_env, set_env
 
@@ -23,8 +23,14 @@ REQUEST_LIMIT_S = 30
 """Limit of one request while nobody waits for it."""
 CLOSING_REQUEST_LIMIT_S = 5
 """Limit of one request once somebody waits for the end."""
-ARTIFACTS = ("spec.json", "environment.json", "report.html", "report.json", "loss.png")
-EVENTS_FILE = Path("tracking") / "events.json"
+ARTIFACTS = (
+    "environment.json",
+    "report.html",
+    "report.json",
+    "loss.png",
+    "tracking/spec.json",
+    "tracking/events.json",
+)
 QUIET_DEFAULTS = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 """Nothing goes to MLflow's makers, and MLflow must not repeat requests by itself: its callers here do."""
 
@@ -75,14 +81,14 @@ def open_run(pump: MlflowPump, run_dir: Path, spec: JobSpec, *, goes_on: bool) -
     pump.open(
         run_name=run_dir.name,
         started_at=created[0] if created else time.time(),
-        params=flatten_params(spec.model_dump(mode="json")),
+        params=flatten_params(masked_spec(spec.model_dump(mode="json"))),
         tags=environment_tags(run_dir),
         goes_on=goes_on,
     )
 
 
-def settle_run(pump: MlflowPump, run_dir: Path, status: str) -> None:
-    """Send the final status of a run, and its files.
+def settle_run(pump: MlflowPump, run_dir: Path, spec: JobSpec, status: str) -> None:
+    """Send the final status of a run, and its files (the spec without what may be secret).
 
     Raises:
         TrackingUnavailableError, TrackingRefusedError
@@ -92,9 +98,11 @@ def settle_run(pump: MlflowPump, run_dir: Path, status: str) -> None:
     names = dict(pump.cursor.mapped_names)
     with contextlib.suppress(OSError):
         text = json.dumps({"events": lines, "mapped_metric_names": names}, indent=1)
-        (run_dir / EVENTS_FILE).write_text(text)
+        (run_dir / "tracking" / "events.json").write_text(text)
+        shown = json.dumps(masked_spec(spec.model_dump(mode="json")), indent=2)
+        (run_dir / "tracking" / "spec.json").write_text(shown)
     at = max((event.at for event in events), default=time.time())
-    pump.finish(status, at, [run_dir / name for name in (*ARTIFACTS, EVENTS_FILE)])
+    pump.finish(status, at, [run_dir / name for name in ARTIFACTS])
 
 
 def settle(run_dir: Path, spec: JobSpec, status: str, timeout_s: float = 15.0) -> str | None:
@@ -132,7 +140,7 @@ def _settle_in_thread(run_dir: Path, spec: JobSpec, status: str, problem: list[s
         open_run(pump, run_dir, spec, goes_on=False)
         while pump.send_portion():
             pass
-        settle_run(pump, run_dir, status)
+        settle_run(pump, run_dir, spec, status)
     except Exception as error:  # whatever MLflow does, the verb that asked must get its answer
         problem.append(str(error))
 

@@ -30,6 +30,18 @@ def flatten_params(values: Mapping[str, Any], prefix: str = "") -> dict[str, str
     return dict(sorted(flat.items()))
 
 
+def masked_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved spec fit to be shown: resources.env's values and a password in the MLflow URI become ***."""
+    shown: dict[str, Any] = dict(spec)
+    resources, tracking = shown.get("resources"), shown.get("tracking")
+    if isinstance(resources, Mapping) and isinstance(resources.get("env"), Mapping):
+        shown["resources"] = {**resources, "env": dict.fromkeys(resources["env"], "***")}
+    if isinstance(tracking, Mapping) and isinstance(tracking.get("mlflow_uri"), str):
+        uri = re.sub(r"//[^/@]*@", "//***@", tracking["mlflow_uri"])
+        shown["tracking"] = {**tracking, "mlflow_uri": uri}
+    return shown
+
+
 def param_text(value: Any) -> str:
     """The text of one value, equal in every process: functions and classes by their qualified name."""
     if isinstance(value, str):
