@@ -1,9 +1,8 @@
 """What a fork server imports before it forks ranks, so that a rank's first step imports next to nothing.
 
-torch's optimizers and deepspeed.initialize import hundreds of modules when first used. Which ones is measured,
-not thought up: `LOCAL_RANK=0 python -m jobs.engines.preload KIND` takes tiny steps in a fresh process and prints
-the names that preload_KIND.txt holds. Neither this module nor those named start a thread, open a socket or touch
-a GPU.
+torch's optimizers and deepspeed.initialize import hundreds of modules when first used. Which ones is
+measured: `LOCAL_RANK=0 python -m jobs.engines.preload KIND` takes tiny steps in a fresh process and prints the
+names that preload_KIND.txt holds. Importing them starts no thread, opens no socket and touches no GPU.
 """
 
 import importlib
@@ -86,7 +85,7 @@ def _record(strategy_kind: str) -> list[str]:
     for name in (f"jobs.engines.{strategy_kind}", *reversed(output.partition("MODULES")[2].split())):
         is_wanted = name not in sys.modules and name != __spec__.name
         if is_wanted and _imports(name):
-            roots.append(name)  # noqa: PERF401 - each import changes what is still wanted
+            roots.append(name)
     return roots
 
 

@@ -97,7 +97,7 @@ ROUTES: dict[str, list[tuple[int, int | None]]] = {
 """Legs as dp and ZeRO stage, None for native."""
 
 
-@pytest.mark.parametrize(("route", "tied"), zip(ROUTES, (False, True), strict=True))
+@pytest.mark.parametrize(("route", "tied"), list(zip(ROUTES, (False, True), strict=True)))
 def test_state_moves_between_stages_sizes_and_engines(route: str, tied: bool, tmp_path: Path) -> None:
     """As if the run had never stopped.
 
