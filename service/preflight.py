@@ -246,7 +246,8 @@ def space_findings(
         fit = free // one
         return [], [
             f"checkpoint.keep_last={keep_last}: {arithmetic}; {keep_last} kept + 1 being written = "
-            f"{_size(wanted)}, but {where} has {_size(free)} free, enough for {fit}: free space or lower keep_last"
+            f"{_size(wanted)}, but {where} has {_size(free)} free, enough for {fit}: free space or lower "
+            f"keep_last"
         ]
     return [], []
 

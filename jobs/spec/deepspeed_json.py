@@ -35,8 +35,10 @@ def merge_deepspeed_json(tree: Tree, path: Path) -> DeepspeedReport:
     config, lines = _read_json(path)
     reading = Reading(tree, str(path), lines)
     for key, value in config.items():
-        if value is None:
-            reading.note(reading.ignored, (key,), "null says nothing")
+        if value is None or (value == {} and key not in ("optimizer", "scheduler")):
+            reading.note(
+                reading.ignored, (key,), f"{'null' if value is None else 'an empty section'} says nothing"
+            )
         elif key not in ("optimizer", "scheduler", MICRO, ACCUM, "train_batch_size"):
             _top_level(reading, key, value, config)
     read_optimizer(reading, config.get("optimizer"))
@@ -83,9 +85,7 @@ def _top_level(reading: Reading, key: str, value: Json, config: Mapping[str, Jso
         if size in (0, 1):
             reading.ignore((key,), value, "there is no tensor parallelism")
         else:
-            reading.refuse(
-                (key,), f"autotp_size={describe(size)}: DeepSpeed's AutoTP is not used; dp is the only axis"
-            )
+            reading.refuse((key,), f"autotp_size={describe(size)}: AutoTP is not used; dp is the only axis")
     elif key in keys.SWITCHES:
         _switch(reading, key, value, config)
     elif key in keys.MUST_BE:

@@ -70,6 +70,8 @@ def _type_and_params(reading: Reading, section: Json, name: str) -> tuple[str, d
     if params is not None and not isinstance(params, dict):
         reading.refuse((name, "params"), f"wants a section, got {describe(params)}")
         return None
+    if not params and "params" in section:
+        reading.note(reading.ignored, (name, "params"), "says nothing")
     return str(section["type"]), params or {}
 
 

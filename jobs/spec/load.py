@@ -133,7 +133,8 @@ def _check_vocabulary(tree: Tree, spec: JobSpec) -> None:
     if n_ids > spec.model.vocab_size:
         tree.complain(
             ("model", "vocab_size"),
-            f"{spec.model.vocab_size} is smaller than the {tokenizer.kind} tokenizer's {n_ids} ids (largest id "
+            f"{spec.model.vocab_size} is smaller than the {tokenizer.kind} tokenizer's {n_ids} ids "
+            f"(largest id "
             f"{n_ids - 1}); set it to at least {n_ids}",
         )
 

@@ -1,12 +1,14 @@
 """A small valid spec that tests change, and the loader's error lines."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from jobs.errors import SpecError
-from jobs.spec.load import load_spec
+from jobs.spec.load import LoadedSpec, load_spec, load_spec_with_report
+from tests.unit.jobs.spec.deepspeed_examples import PLAIN
 
 VALID = """\
 model:
@@ -52,3 +54,23 @@ def problems_of(tmp_path: Path) -> Callable[..., list[str]]:
         return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
 
     return load
+
+
+@pytest.fixture
+def load_json(tmp_path):
+    def load(config: object, text: str = PLAIN, *overrides: str) -> LoadedSpec:
+        (tmp_path / "ds.json").write_text(config if isinstance(config, str) else json.dumps(config, indent=2))
+        (tmp_path / "spec.yaml").write_text(text)
+        return load_spec_with_report(tmp_path / "spec.yaml", overrides)
+
+    return load
+
+
+@pytest.fixture
+def refused_json(load_json, tmp_path):
+    def refused(config: object, text: str = PLAIN, *overrides: str) -> list[str]:
+        with pytest.raises(SpecError) as caught:
+            load_json(config, text, *overrides)
+        return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+
+    return refused

@@ -101,7 +101,8 @@ def test_changed_total_is_announced_with_both_rates(load):
     old, new = load(*base), load(*base, "train.steps=200")
     before, after = lr_at(old.optim, 100, 50), lr_at(new.optim, 200, 50)
     assert announce_lr(old, new, 50) == (
-        f"train.steps: 100 -> 200: the learning rate of step 51 is {after:.6g}, it would have been {before:.6g}"
+        f"train.steps: 100 -> 200: the learning rate of step 51 is {after:.6g}, it would have been "
+        f"{before:.6g}"
     )
     # step 51 is 40 steps behind the warm-up, of 90 and of 190
     assert before == pytest.approx(3e-4 * (0.1 + 0.9 * (1 + math.cos(math.pi * 40 / 90)) / 2))
@@ -122,9 +123,16 @@ def test_changed_total_says_nothing_where_the_rate_is_the_same(load):
 
 @pytest.mark.parametrize(
     "override",
-    ["model.d_model=256", "model.rope_theta=500000.0", "model.norm_eps=1e-6", "model.rope_scaling={kind: llama3}",
-     "model.tie_embeddings=true", "model.head_dim=64", "model.vocab_size=513"],
-)  # fmt: skip
+    [
+        "model.d_model=256",
+        "model.rope_theta=500000.0",
+        "model.norm_eps=1e-6",
+        "model.rope_scaling={kind: llama3}",
+        "model.tie_embeddings=true",
+        "model.head_dim=64",
+        "model.vocab_size=513",
+    ],
+)
 def test_fingerprint_tells_models_apart(load, override):
     """NVIDIA-NeMo/Automodel#836: also where all shapes are equal (rope base, epsilon)."""
     old, new = load(), load(override)

@@ -97,17 +97,36 @@ def test_preset_and_hf_config_together(problems_of):
     ("changed", "n_params"),
     [
         ({}, 8_030_261_248),
-        ({"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}, 70_553_706_496),
         (
-            {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+            {
+                "hidden_size": 8192,
+                "intermediate_size": 28672,
+                "num_hidden_layers": 80,
+                "num_attention_heads": 64,
+            },
+            70_553_706_496,
+        ),
+        (
+            {
+                "hidden_size": 16384,
+                "intermediate_size": 53248,
+                "num_hidden_layers": 126,
+                "num_attention_heads": 128,
+            },
             405_853_388_800,
         ),
         (
-            {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "tie_word_embeddings": True},
+            {
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 16,
+                "head_dim": 64,
+                "tie_word_embeddings": True,
+            },
             1_235_814_400,
         ),
     ],
-)  # fmt: skip
+)
 def test_hf_config_gives_the_model(write_spec, tmp_path, changed, n_params):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B | changed))
     model = load_spec(write_spec(with_config("config.json"))).model
@@ -171,10 +190,18 @@ def test_what_transformers_writes_is_read(tmp_path):
     from transformers import LlamaConfig
 
     LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=300, max_position_embeddings=128, head_dim=32, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=128,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
         rope_parameters={**LLAMA3_SCALING, "rope_theta": 10_000.0},
-    ).save_pretrained(tmp_path)  # fmt: skip
+    ).save_pretrained(tmp_path)
     found = read_hf_config(tmp_path)
     assert (found["d_model"], found["d_ff"], found["head_dim"], found["n_kv_heads"]) == (64, 96, 32, 2)
     assert found["tie_embeddings"] is True
@@ -187,11 +214,13 @@ def test_what_transformers_writes_is_read(tmp_path):
     [
         (
             LLAMA_31_8B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
-            "model_type mixtral is not supported: its feed-forward layers are a mixture of experts (num_local_experts)",
+            "model_type mixtral is not supported: its feed-forward layers are a mixture of experts "
+            "(num_local_experts)",
         ),
         (
             LLAMA_31_8B | {"model_type": "qwen2"},
-            "model_type qwen2 is not supported: its query, key and value projections have a bias (attention bias)",
+            "model_type qwen2 is not supported: its query, key and value projections have a bias "
+            "(attention bias)",
         ),
         (
             LLAMA_31_8B | {"model_type": "opt"},
@@ -203,7 +232,8 @@ def test_what_transformers_writes_is_read(tmp_path):
         ),
         (
             LLAMA_31_8B | {"attention_bias": True},
-            "attention_bias is true, but in the model that Packtrain trains projections have no attention bias",
+            "attention_bias is true, but in the model that Packtrain trains projections have no "
+            "attention bias",
         ),
         (
             LLAMA_31_8B | {"hidden_act": "gelu"},
@@ -230,9 +260,16 @@ def test_other_models_are_refused(problems_of, tmp_path, config, expected):
 def test_keys_of_another_family_are_refused(problems_of, tmp_path):
     # the shape of a public Llama-2-7B file whose keys are other libraries'; its 16384 is not Llama 2's 11008
     config = {
-        "name": "Llama-2-7b", "num_layers": 32, "n_head": 32, "hidden_dim": 4096, "vocab_size": 32000,
-        "max_seq_len": 4096, "num_key_value_heads": 32, "ffn_embed_dim": 16384, "model_type": "llama",
-    }  # fmt: skip
+        "name": "Llama-2-7b",
+        "num_layers": 32,
+        "n_head": 32,
+        "hidden_dim": 4096,
+        "vocab_size": 32000,
+        "max_seq_len": 4096,
+        "num_key_value_heads": 32,
+        "ffn_embed_dim": 16384,
+        "model_type": "llama",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     [line] = problems_of(with_config("config.json"))
     assert "hidden_size (hidden_dim=4096 is another family's name)" in line
