@@ -42,8 +42,8 @@ _BREAKING: Final = (
 )
 """Keys, with all below them, whose change breaks a resume: the model, the order of the data, the moments."""
 
-_RECORD_ONLY: Final = ("model.preset", "model.hf_config", "strategy.deepspeed_config")
-"""Keys that name where others came from; once resolved they say nothing."""
+_RECORD_ONLY: Final = ("run.name", "model.preset", "model.hf_config", "strategy.deepspeed_config")
+"""The run's own name, and keys that name where others came from: once resolved they change nothing."""
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def test_schedules_are_deepspeeds_two_steps_earlier(load_json, name):
         max_size=5,
     )
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_json_loads_or_names_its_keys(tmp_path_factory, config):
     folder = tmp_path_factory.mktemp("any")
     (folder / "ds.json").write_text(json.dumps(config))

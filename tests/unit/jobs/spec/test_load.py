@@ -224,7 +224,7 @@ def test_several_problems_are_reported_together(problems_of):
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_text_is_a_spec_error(tmp_path_factory, text):
     file = tmp_path_factory.mktemp("any") / "spec.yaml"
     file.write_bytes(text.encode())
@@ -262,7 +262,7 @@ SETTABLE = [
 
 
 @given(st.sampled_from(SETTABLE), JSON)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_value_anywhere_loads_or_is_named(tmp_path_factory, key, value: Json):
     file = tmp_path_factory.mktemp("any") / "spec.yaml"
     file.write_text(VALID)
