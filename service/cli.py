@@ -179,15 +179,15 @@ def stop(
 @app.command()
 def report(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> None:
     """Losses, attempts, incidents with their bill, goodput by phase; also writes report.html and loss.png."""
-    from service.run_report import make_report, print_report
+    from service.run_report import make_report, show_report
     from service.run_store import find_run
 
     run_dir = find_run(run_name, storage)
-    made = make_report(run_dir)
+    made = make_report(run_dir, lambda line: typer.echo(line, err=True))
     if as_json:
         say(json.dumps(made.to_json(), indent=2))
     else:
-        print_report(made, run_dir)
+        show_report(made, run_dir)
 
 
 def main() -> None:

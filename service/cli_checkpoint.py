@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from jobs.errors import CheckpointError
-
 app = typer.Typer(help="Checkpoints of a run, and Hugging Face form.", no_args_is_help=True)
-RunName = Annotated[str, typer.Argument(help="Run id, or path of a run's folder.", show_default=False)]
+RunName = Annotated[
+    str, typer.Argument(help="Run id, or path of a run's or an imported folder.", show_default=False)
+]
 Storage = Annotated[Path, typer.Option("--storage", help="Folder of runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_STORAGE = Path("runs")
@@ -19,9 +19,12 @@ DEFAULT_STORAGE = Path("runs")
 def ls(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> None:
     """The committed checkpoints of a run."""
     from ops.checkpoint.verify import list_checkpoints
-    from service.run_store import find_run
+    from service.exchange import folder_of_checkpoints
 
-    rows = [entry.to_json() for entry in list_checkpoints(find_run(run_name, storage) / "checkpoints")]
+    rows = [
+        entry.to_json()
+        for entry in list_checkpoints(folder_of_checkpoints(run_name, storage) / "checkpoints")
+    ]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -35,9 +38,9 @@ def ls(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson
 def verify(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> None:
     """Read every committed checkpoint: sizes, checksums, finite values. Exit code 1 when one is bad."""
     from ops.checkpoint.verify import verify_all
-    from service.run_store import find_run
+    from service.exchange import folder_of_checkpoints
 
-    results = verify_all(find_run(run_name, storage) / "checkpoints")
+    results = verify_all(folder_of_checkpoints(run_name, storage) / "checkpoints")
     if as_json:
         typer.echo(json.dumps([result.to_json() for result in results], indent=2))
     else:
@@ -58,10 +61,9 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
 ) -> None:
     """Write the weights in Hugging Face form: safetensors, config.json, tokenizer."""
-    from service.exchange import export_run
-    from service.run_store import find_run
+    from service.exchange import export_checkpoint, folder_of_checkpoints
 
-    typer.echo(export_run(find_run(run_name, storage), out, step, dtype))
+    typer.echo(export_checkpoint(folder_of_checkpoints(run_name, storage), out, step, dtype))
 
 
 @app.command(name="import")
@@ -76,7 +78,4 @@ def import_(
     """Turn a Hugging Face Llama into a checkpoint of step 0."""
     from service.exchange import import_folder
 
-    try:
-        typer.echo(import_folder(folder, out))
-    except FileNotFoundError as error:
-        raise CheckpointError(str(error)) from error
+    typer.echo(import_folder(folder, out))

@@ -14,7 +14,7 @@ from service.env import environment, is_inside_ray_job
 from service.origin import find_source_root
 from service.preflight import ClusterFacts, check_before_start
 from service.progress import ProgressView
-from service.run_report import finish_report
+from service.run_report import finish_run
 from service.run_store import (
     FINISHED,
     RUNNING,
@@ -140,8 +140,8 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
     drills: list[KillAtStep] = []
     if options.demo_kill:
         drills = [
-            KillAtStep("rank_pid", spec.train.steps // 3, view.say),
-            KillAtStep("shell_pid", 2 * spec.train.steps // 3, view.say),
+            KillAtStep("rank_pid", round(0.45 * spec.train.steps), view.say),
+            KillAtStep("shell_pid", 2 * round(0.45 * spec.train.steps), view.say),
         ]
 
     def watch(supervisor: Supervisor) -> None:
@@ -153,5 +153,5 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
     code_dir = "" if is_inside_ray_job() else str(find_source_root())
     end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
     view.close()
-    finish_report(run_dir, feed, end, options.export_dir, say)
+    finish_run(run_dir, feed, end.status, options.export_dir, say)
     return EXIT_CODES[end.status]

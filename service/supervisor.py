@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from jobs.engines.preload import preload_modules
 
+from jobs.engines.preload import preload_modules
 from jobs.spec.job import JobSpec
 from ops.decision import Action
 from ops.incident import FailureClass, Incident
@@ -145,7 +145,7 @@ class Supervisor:
             attempt=attempt,
             coordinator=name,
             namespace="packtrain",
-            preload=preload_modules(self._spec.strategy.kind),
+            preload=(*preload_modules(self._spec.strategy.kind), "service.rank_training"),
             code_dir=self._code_dir,
             token=self._token,
         )
