@@ -91,7 +91,7 @@ def judge_steps(events: Sequence[Event], metrics: Iterable[Mapping[str, Any]]) -
     return judged[::-1]
 
 
-def bill_incidents(events: Sequence[Event], steps: Iterable[StepLine]) -> list[IncidentBill]:
+def bill_incidents(events: Sequence[Event], steps: Sequence[StepLine]) -> list[IncidentBill]:
     """The bill of each incident, by time of notice.
 
     A lost step is on the bill of the first incident of its ranks, or of ranks between them and those that
@@ -109,13 +109,11 @@ def bill_incidents(events: Sequence[Event], steps: Iterable[StepLine]) -> list[I
                 n_lost[index] += 1
                 redo_s[index] += step.step_time_s
                 break
+    again = _returns(events, steps)
     bills = []
     for index, event in enumerate(incidents):
         failed, detected = failed_and_detected(event)
-        again = [
-            _back_at(e) for e in events if e.kind in ("restored", "incident") and _is_after(e, ranks[index])
-        ]
-        back = min((at for at in again if at >= detected), default=detected)
+        back = min((at for other, at in again if other > ranks[index] and at >= detected), default=detected)
         restart_s = back - detected if index in costly else 0.0
         bills.append(IncidentBill(event, detected - failed, restart_s, n_lost[index], redo_s[index]))
     return bills
@@ -139,9 +137,13 @@ def _ranks_of(incident: Event, events: Sequence[Event]) -> Who:
     return who(incident, max(running, default=(0, 0)))
 
 
-def _is_after(event: Event, ranks: Who) -> bool:
-    return who(event) > ranks
-
-
-def _back_at(event: Event) -> float:
-    return failed_and_detected(event)[0] if event.kind == "incident" else event.at
+def _returns(events: Sequence[Event], steps: Sequence[StepLine]) -> list[tuple[Who, float]]:
+    """When each set of ranks was ready to train (restored, or began its first step) or failed in turn."""
+    returns = [(who(e), e.at) for e in events if e.kind == "restored"]
+    returns += [
+        (who(e), failed_and_detected(e)[0]) for e in events if e.kind == "incident" and does_restart(e)
+    ]
+    first: dict[Who, float] = {}
+    for step in steps:
+        first.setdefault((step.attempt, step.generation), step.at - step.step_time_s)
+    return [*returns, *first.items()]

@@ -171,7 +171,7 @@ def _checkpoints(report: Report) -> str:
     rows = [
         f'<tr><td class="n">{note.step if note.step >= 0 else "-"}</td><td>{escape(note.outcome)}</td>'
         f'<td class="n">{_size(note)}</td><td class="n">{_write_time(note)}</td>'
-        f"<td>{escape(note.note or note.path)}</td></tr>"
+        f"<td>{escape(': '.join(filter(None, (note.path, note.note))))}</td></tr>"
         for note in reversed(shown)
     ]
     left = len(report.checkpoints) - len(shown)

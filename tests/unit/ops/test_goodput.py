@@ -101,6 +101,27 @@ def test_two_failures_before_a_step_share_the_bill_without_counting_twice():
     assert [bill.restart_s for bill in bills] == [2.0, 1.5]
 
 
+def test_a_restart_before_the_first_checkpoint_is_billed_up_to_its_first_step():
+    events = [
+        event(0.0, "run_created"),
+        event(0.0, "attempt_started", attempt=0),
+        event(1.0, "ranks_started", attempt=0, generation=0),
+        incident(4.0, 4.5, attempt=0, generation=0),
+        event(5.0, "ranks_started", attempt=0, generation=1),
+    ]
+    metrics = [step(3.0, 1), step(4.0, 2), step(8.0, 1, generation=1), step(9.0, 2, generation=1)]
+    (bill,) = bill_incidents(events, judge_steps(events, metrics))
+    assert (bill.restart_s, bill.lost_steps, bill.redo_s) == (2.5, 2, 2.0)
+    assert seconds(account(events, metrics, now=9.0)) == {
+        Phase.SCHEDULING: 1.0,
+        Phase.INIT: 1.0 + 2.0,
+        Phase.LOST_WORK: 2.0,
+        Phase.DETECTION: 0.5,
+        Phase.RESTART: 0.5,
+        Phase.STEP: 2.0,
+    }
+
+
 def test_steps_behind_a_restore_are_lost_before_they_are_trained_again():
     events = [event(5.0, "restored", attempt=1, generation=0, step=2)]
     judged = judge_steps(events, [step(float(n), n) for n in range(1, 5)])

@@ -18,7 +18,7 @@ from tests.support.runs import make_run, step_record, tiny_spec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what MLflow stands on
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
 ]
 
 
@@ -63,7 +63,7 @@ class Stage:
         (run,) = self.runs()
         return [(m.step, m.timestamp) for m in self.client.get_metric_history(run.info.run_id, "train/loss")]
 
-    def wait_for(self, condition, limit_s=30.0):
+    def wait_for(self, condition, limit_s=60.0):
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             if condition():
@@ -93,7 +93,7 @@ def test_a_run_from_start_to_end(stage):
         step=10,
         evidence="-9",
     )
-    assert feed.flush()
+    assert feed.flush(60.0)
     assert stage.steps() == expected(10)
     (run,) = stage.runs()
     assert run.info.status == "RUNNING"
@@ -101,7 +101,7 @@ def test_a_run_from_start_to_end(stage):
     (stage.run_dir / "report.html").write_text("<html></html>")
     (stage.run_dir / "loss.png").write_bytes(b"png")
     stage.train(11, 12)
-    feed.close("FINISHED")
+    feed.close("FINISHED", timeout_s=60.0)
     assert stage.lines == []
     assert stage.steps() == expected(12)
     (run,) = stage.runs()
@@ -128,9 +128,9 @@ def test_a_server_that_fails_from_the_start_is_told_later_in_one_run(stage, prox
     stage.wait_for(lambda: any("takes no figures now" in line for line in stage.lines))
     stage.train(6, 10)
     proxy.set_mode("pass")
-    assert feed.flush(30.0)
+    assert feed.flush(60.0)
     stage.train(11, 12)
-    feed.close("FINISHED")
+    feed.close("FINISHED", timeout_s=60.0)
     assert stage.steps() == expected(12)
     assert [run.info.status for run in stage.runs()] == ["FINISHED"]
     assert len(stage.lines) == 2
@@ -143,14 +143,14 @@ def test_a_server_that_fails_on_the_way_costs_no_step_and_no_point(stage, proxy,
     feed = stage.feed()
     feed.start()
     stage.train(1, 10)
-    assert feed.flush()
+    assert feed.flush(60.0)
     proxy.set_mode(mode)
     began = time.monotonic()
     stage.train(11, 200)
     assert time.monotonic() - began < 1.0
     stage.wait_for(lambda: any("takes no figures now" in line for line in stage.lines))
     proxy.set_mode("pass")
-    feed.close("STOPPED", timeout_s=30.0)
+    feed.close("STOPPED", timeout_s=60.0)
     assert stage.steps() == expected(200)
     assert [run.info.status for run in stage.runs()] == ["KILLED"]
 
@@ -160,7 +160,7 @@ def test_a_server_that_hangs_at_the_end_holds_nobody_and_is_told_by_the_next_rep
     feed = stage.feed()
     feed.start()
     stage.train(1, 10)
-    assert feed.flush()
+    assert feed.flush(60.0)
     proxy.set_mode("hang")
     stage.train(11, 40)
     began = time.monotonic()
@@ -187,7 +187,7 @@ from service.tracking_feed import TrackingFeed
 run_dir = Path(sys.argv[1])
 feed = TrackingFeed(run_dir, spec_from_json((run_dir / "spec.json").read_text()), print, interval_s=0.1)
 feed.start()
-print(feed.flush(), flush=True)
+print(feed.flush(60.0), flush=True)
 time.sleep(100)
 """
 
@@ -204,15 +204,15 @@ def test_a_killed_driver_leaves_a_failed_run_that_a_resume_goes_on_with(stage):
     driver.stdout.close()
     assert [run.info.status for run in stage.runs()] == ["RUNNING"]
     stage.train(6, 8)
-    assert settle(stage.run_dir, stage.spec, "FAILED") is None
+    assert settle(stage.run_dir, stage.spec, "FAILED", timeout_s=60.0) is None
     assert [run.info.status for run in stage.runs()] == ["FAILED"]
     assert stage.steps() == expected(8)
     feed = stage.feed()
     feed.start()
     stage.train(9, 10)
-    assert feed.flush()
+    assert feed.flush(60.0)
     assert [run.info.status for run in stage.runs()] == ["RUNNING"]
-    feed.close("FINISHED")
+    feed.close("FINISHED", timeout_s=60.0)
     assert [run.info.status for run in stage.runs()] == ["FINISHED"]
     assert stage.steps() == expected(10)
 
@@ -224,7 +224,7 @@ def test_without_mlflow_nothing_is_sent_and_the_environment_is_still_recorded(st
     feed.start()
     stage.train(1, 3)
     assert feed.flush() is True
-    feed.close("FINISHED")
+    feed.close("FINISHED", timeout_s=60.0)
     assert settle(stage.run_dir, stage.spec, "FINISHED") is None
     assert proxy.n_requests == 0
     assert stage.lines == []
