@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.utils.validation import _validate_metric_name
 
-from ops.tracking.params import MAX_NAME_CHARS, accepted_name, flatten_params
+from ops.tracking.params import MAX_NAME_CHARS, accepted_name, flatten_params, masked_spec
 from tests.support.runs import tiny_spec
 
 
@@ -56,3 +56,13 @@ def test_any_name_is_mapped_to_one_that_servers_take(name):
     assert 0 < len(mapped) <= MAX_NAME_CHARS
     _validate_metric_name(mapped)
     assert accepted_name(mapped) == mapped
+
+
+def test_what_may_be_secret_is_not_shown(tmp_path):
+    spec = tiny_spec(tmp_path, "https://me:secret@host:5000").model_dump(mode="json")
+    spec["resources"]["env"] = {"HF_TOKEN": "secret"}
+    flat = flatten_params(masked_spec(spec))
+    assert "secret" not in str(flat)
+    assert flat["resources.env.HF_TOKEN"] == "***"
+    assert flat["tracking.mlflow_uri"] == "https://***@host:5000"
+    assert spec["resources"]["env"] == {"HF_TOKEN": "secret"}
