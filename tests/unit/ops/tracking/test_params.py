@@ -59,10 +59,10 @@ def test_any_name_is_mapped_to_one_that_servers_take(name):
 
 
 def test_what_may_be_secret_is_not_shown(tmp_path):
-    spec = tiny_spec(tmp_path, "https://me:secret@host:5000").model_dump(mode="json")
-    spec["resources"]["env"] = {"HF_TOKEN": "secret"}
+    spec = tiny_spec(tmp_path, "https://me:hunter2@host:5000").model_dump(mode="json")
+    spec["resources"]["env"] = {"HF_TOKEN": "hunter2"}
     flat = flatten_params(masked_spec(spec))
-    assert "secret" not in str(flat)
+    assert "hunter2" not in str(flat)
     assert flat["resources.env.HF_TOKEN"] == "***"
     assert flat["tracking.mlflow_uri"] == "https://***@host:5000"
-    assert spec["resources"]["env"] == {"HF_TOKEN": "secret"}
+    assert spec["resources"]["env"] == {"HF_TOKEN": "hunter2"}
