@@ -172,7 +172,7 @@ def _check_skipped(n_skipped: int, limit: int, record: StepRecord) -> None:
     if n_skipped > limit:
         raise NumericError(
             f"step {record.step}: the gradient was not finite in it and the {n_skipped - 1} steps before it, "
-            f"more than resilience.max_skipped_steps={limit} in a row (loss {record.loss}, lr {record.lr:g}). "
+            f"more than resilience.max_skipped_steps={limit} in a row (loss {record.loss}, lr {record.lr}). "
             "They changed no parameter: lower optim.lr, or go on from an older checkpoint with other data"
         )
 

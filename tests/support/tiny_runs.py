@@ -94,7 +94,7 @@ def plain_optimizer(model: torch.nn.Module, optim: OptimSpec) -> torch.optim.Opt
 
 
 def plain_loop(spec: JobSpec, n_steps: int = STEPS) -> tuple[list[float], list[float], Llama]:
-    """Loss and gradient norm of each step, and the model at the end: one process, whole batch, torch.optim."""
+    """Loss and gradient norm of each step, and the model at the end: one process, whole batches."""
     model = build_llama(spec.model, spec.run.seed, torch.device("cpu"))
     optimizer = plain_optimizer(model, spec.optim)
     losses, norms = [], []
