@@ -1,5 +1,6 @@
 """The Ray cluster of a run: joined where one is named, embedded (one node, loopback) where none is."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +9,13 @@ from typing import Any
 
 import ray
 
+from jobs.errors import PacktrainError
 from jobs.spec.job import JobSpec
 from service.env import get_env, is_inside_ray_job, prepare_ray_environment
+
+
+class ClusterError(PacktrainError):
+    """The cluster cannot be joined. Never retried."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,10 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
         del options["include_dashboard"]
         if not is_inside_ray_job():  # a job's workers have the working directory that the job was sent with
             options["runtime_env"] = {"working_dir": str(code_dir), "excludes": EXCLUDES}
-        ray.init(address=address, **options)
+        try:
+            ray.init(address=address, **options)
+        except (RuntimeError, ConnectionError, ValueError) as error:
+            raise connection_error(address, error) from error
         return address
     workers = spec.world_size
     ray.init(
@@ -56,6 +65,20 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
         **options,
     )
     return "local"
+
+
+def connection_error(address: str, error: Exception) -> ClusterError:
+    """Ray's refusal in one sentence: both sides' versions where they differ, else its own first line."""
+    text = str(error)
+    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
+    if "Version mismatch" in text and len(versions) == 2:
+        theirs, ours = (f"Ray {ray_version} and Python {python}" for ray_version, python in versions)
+        return ClusterError(
+    """Ray's refusal in one sentence: both versions where they differ, else its own first line."""
+            "environment for both. Nothing was started, and trying again cannot help"
+        )
+    first_line = next(iter(text.strip().splitlines()), type(error).__name__)
+    return ClusterError(f"no Ray cluster takes us in at {address}: {first_line}")
 
 
 EXCLUDES = [".git", ".venv", "runs", "tests", "docs", "build", "**/__pycache__"]

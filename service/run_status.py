@@ -5,16 +5,20 @@ from typing import Any
 
 from ops.ledger import read_metrics
 from service.run_store import iter_runs, read_spec, read_state
+from service.tracking_run import settle
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
     """State, progress and place of one run."""
     state, spec = read_state(run_dir), read_spec(run_dir)
+    status = state.current_status(run_dir)
+    if status != state.status:
+        settle(run_dir, spec, status)  # the driver was killed: nobody else is left to tell MLflow
     steps = [record for record in read_metrics(run_dir) if "grad_norm" in record]
     last = steps[-1] if steps else None
     return {
         "run_id": state.run_id,
-        "status": state.current_status(run_dir),
+        "status": status,
         "step": last["step"] if last else 0,
         "steps": spec.train.steps,
         "loss": last["loss"] if last else None,

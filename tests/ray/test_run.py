@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from tests.support.live_runs import LiveRun, live_run, packtrain, resumed_run, shard_checksums
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]

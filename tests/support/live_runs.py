@@ -1,4 +1,4 @@
-"""Real runs for tests: the command line in a process of its own, its processes found by title, ended by pid."""
+"""Real runs for tests: the command line in its own process, its processes found by title, ended by pid."""
 
 import contextlib
 import json
