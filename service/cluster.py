@@ -74,7 +74,7 @@ def connection_error(address: str, error: Exception) -> ClusterError:
     if "Version mismatch" in text and len(versions) == 2:
         theirs, ours = (f"Ray {ray_version} and Python {python}" for ray_version, python in versions)
         return ClusterError(
-    """Ray's refusal in one sentence: both versions where they differ, else its own first line."""
+            f"environment mismatch: the cluster at {address} runs {theirs}, this process {ours}; use one "
             "environment for both. Nothing was started, and trying again cannot help"
         )
     first_line = next(iter(text.strip().splitlines()), type(error).__name__)

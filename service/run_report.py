@@ -50,9 +50,15 @@ def finish_run(run_dir: Path, feed: TrackingFeed, status: str, export_dir: Path 
         except (PacktrainError, OSError) as error:
             say(f"not exported: {error}")
     feed.flush()
+    try:
+        _close_books(run_dir, feed)
+    except OSError as error:
+        say(f"the report could not be written: {error}")
+    feed.close(status)
+    show_report(build_report(run_dir), run_dir)
+
+
+def _close_books(run_dir: Path, feed: TrackingFeed) -> None:
     if feed.mlflow_run_id is not None:
         write_state(run_dir, replace(read_state(run_dir), mlflow_run_id=feed.mlflow_run_id))
-    report = build_report(run_dir)
-    write_report_files(report, run_dir)
-    feed.close(status)
-    show_report(report, run_dir)
+    write_report_files(build_report(run_dir), run_dir)

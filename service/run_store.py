@@ -173,17 +173,28 @@ def touch_lease(run_dir: Path) -> None:
 
 def last_step(run_dir: Path) -> int:
     """Step of the last line of metrics.jsonl that is one; 0 before the first."""
+    record = _last_step_line(run_dir)
+    return int(record["step"]) if record else 0
+
+
+def last_sign_of_life(run_dir: Path, otherwise: float) -> float:
+    """When the last step was written (unix seconds): ranks that vanish leave no later trace."""
+    record = _last_step_line(run_dir)
+    return float(record["at"]) if record else otherwise
+
+
+def _last_step_line(run_dir: Path) -> dict[str, Any] | None:
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return 0
+        return None
     for line in reversed(lines):
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and "grad_norm" in record:
-            return int(record["step"])
-    return 0
+            return record
+    return None

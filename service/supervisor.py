@@ -35,6 +35,7 @@ from service.run_store import (
     PREEMPTED,
     STOPPED,
     RunState,
+    last_sign_of_life,
     last_step,
     read_state,
     stop_request,
@@ -185,7 +186,6 @@ class Supervisor:
         action, reason = ray.get(self._coordinator.record_incident.remote(incident))
         if action is Action.STOP:
             return RunEnd(FAILED, f"{reason}\n{incident.evidence}")
-        self._say(f"{incident.failure_class}: {incident.culprit}; new attempt ({reason})")
         return None
 
     def _name_incident(self, failure: FitFailure) -> Incident:
@@ -209,7 +209,7 @@ class Supervisor:
             culprit=culprit,
             evidence=failure.text,
             step=last_step(self.run_dir),
-            failed_at=noticed_at,
+            failed_at=min(noticed_at, last_sign_of_life(self.run_dir, noticed_at)),
             detected_at=time.time(),
         )
 
