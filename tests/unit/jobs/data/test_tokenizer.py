@@ -60,7 +60,7 @@ def test_transformers_loads_what_is_saved(tmp_path: Path) -> None:
 
     for name, tokenizer in (("bytes", BYTES), ("bpe", train())):
         tokenizer.save(tmp_path / name)
-        # The model's config must not talk transformers into another tokenizer class.
+        # As in an exported model's folder, where transformers also looks at the model's config.
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama"}))
         loaded = AutoTokenizer.from_pretrained(tmp_path / name)
         for text in [*TEXTS, "  leading\n\n\ttabs "]:
