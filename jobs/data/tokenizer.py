@@ -207,7 +207,7 @@ def _fingerprint(json_text: str, end_of_document: str) -> str:
 
 def _save(folder: Path, json_text: str, end_of_document: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    # tokenizer.json does not say which token ends a document; the class is the one that takes the file as it is.
+    # tokenizer.json does not say which token ends a document; this class takes the file as it is.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_of_document}
     (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     path = folder / "tokenizer.json"
