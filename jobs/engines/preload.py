@@ -1,8 +1,8 @@
 """What a fork server imports before it forks ranks, so that a rank's first step imports next to nothing.
 
 torch's optimizers and deepspeed.initialize import hundreds of modules when first used. Which ones is
-measured: `LOCAL_RANK=0 python -m jobs.engines.preload KIND` takes tiny steps in a fresh process and prints the
-names that preload_KIND.txt holds. Importing them starts no thread, opens no socket and touches no GPU.
+measured: `LOCAL_RANK=0 python -m jobs.engines.preload KIND` takes tiny steps in a fresh process and prints
+the names that preload_KIND.txt holds. Importing them starts no thread, opens no socket and touches no GPU.
 """
 
 import importlib
