@@ -71,6 +71,13 @@ def test_the_shard_is_a_plain_safetensors_file(tmp_path: Path) -> None:
     assert {p.name for p in path.parent.iterdir()} == {"manifest.json", path.name}
 
 
+def test_pieces_larger_than_a_portion_and_many_small_ones(tmp_path: Path) -> None:
+    state = {"model/large": torch.randn(2_500_001), "optim/step": torch.tensor([1])}
+    state |= {f"model/{i}": torch.full((i,), float(i)) for i in range(1, 300)}
+    save(tmp_path, 1, state)
+    assert_equal(load(tmp_path, state), state)
+
+
 def test_training_may_change_the_state_as_soon_as_save_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
