@@ -18,7 +18,9 @@ STEPS = 24
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     """The run that nothing disturbs: what every disturbed one must equal."""
-    with live_run(tmp_path_factory.mktemp("undisturbed"), "calm", f"train.steps={STEPS}") as run:
+    with live_run(
+        tmp_path_factory.mktemp("undisturbed"), "calm", f"train.steps={STEPS}", "strategy.dp=2"
+    ) as run:
         assert run.wait() == 0, run.text()
         yield run
 
@@ -40,7 +42,7 @@ def test_an_undisturbed_run_finishes_once_and_leaves_no_process(undisturbed: Liv
 def test_a_killed_rank_is_restarted_in_place_and_the_weights_are_bitwise_equal(
     undisturbed: LiveRun, tmp_path: Path
 ) -> None:
-    with live_run(tmp_path, "killed", f"train.steps={STEPS}") as run:
+    with live_run(tmp_path, "killed", f"train.steps={STEPS}", "strategy.dp=2") as run:
         run.until_step(STEPS // 2)
         os.kill(run.pid_of("packtrain[killed] rank 1"), signal.SIGKILL)
         assert run.wait() == 0, run.text()
@@ -57,7 +59,7 @@ def test_a_killed_rank_is_restarted_in_place_and_the_weights_are_bitwise_equal(
 
 
 def test_a_killed_driver_is_followed_by_resume(undisturbed: LiveRun, tmp_path: Path) -> None:
-    with live_run(tmp_path, "driverless", f"train.steps={STEPS}") as run:
+    with live_run(tmp_path, "driverless", f"train.steps={STEPS}", "strategy.dp=2") as run:
         run.until_step(STEPS // 2)
         run.processes()
         os.kill(run.process.pid, signal.SIGKILL)
@@ -74,7 +76,9 @@ def test_a_killed_driver_is_followed_by_resume(undisturbed: LiveRun, tmp_path: P
 def test_stop_saves_first_and_resume_goes_on_with_the_next_sample(
     undisturbed: LiveRun, tmp_path: Path
 ) -> None:
-    with live_run(tmp_path, "stopped", f"train.steps={STEPS}", "checkpoint.every_steps=1000") as run:
+    with live_run(
+        tmp_path, "stopped", f"train.steps={STEPS}", "strategy.dp=2", "checkpoint.every_steps=1000"
+    ) as run:
         run.until_step(5)
         told = packtrain("stop", "stopped", "--storage", str(tmp_path / "runs"), cwd=tmp_path)
         assert told.returncode == 0, told.stderr
@@ -90,7 +94,7 @@ def test_stop_saves_first_and_resume_goes_on_with_the_next_sample(
 
 def test_an_error_in_the_data_code_stops_at_once_with_its_traceback(tmp_path: Path) -> None:
     """A shard of the prepared data that vanishes under the run is no reason to try again."""
-    with live_run(tmp_path, "broken", "train.steps=2000") as run:
+    with live_run(tmp_path, "broken", "train.steps=2000", "strategy.dp=2") as run:
         run.until_step(3)
         told = packtrain("logs", "broken", "--storage", str(tmp_path / "runs"), cwd=tmp_path)
         assert told.returncode == 0
