@@ -1,8 +1,8 @@
 """Which rank failed first, and how: a verdict from the exits of one generation of ranks.
 
-When a rank dies its peers fail a moment later with a broken connection: the loudest error is a victim's. So a rank whose
-only error is a collective that lost its peer is blamed only when no other explanation arrives.
-Does not read logs or kernel messages.
+When a rank dies its peers fail a moment later with a broken connection: the loudest error is a victim's.
+So a rank whose only error is a collective that lost its peer is blamed only when no other explanation
+arrives. Does not read logs or kernel messages.
 """
 
 import signal

@@ -73,23 +73,31 @@ def test_a_killed_driver_is_followed_by_resume(undisturbed: LiveRun, tmp_path: P
         assert shard_checksums(run.run_dir, STEPS) == shard_checksums(undisturbed.run_dir, STEPS)
 
 
-def test_stop_saves_first_and_resume_goes_on_with_the_next_sample(
-    undisturbed: LiveRun, tmp_path: Path
-) -> None:
-    with live_run(
-        tmp_path, "stopped", f"train.steps={STEPS}", "strategy.dp=2", "checkpoint.every_steps=1000"
-    ) as run:
+def test_stop_saves_first_and_resume_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    steps = 300
+    storage = str(tmp_path / "runs")
+    overrides = (f"train.steps={steps}", "strategy.dp=2", "checkpoint.every_steps=1000")
+    with live_run(tmp_path, "stopped", *overrides) as run:
         run.until_step(5)
-        told = packtrain("stop", "stopped", "--storage", str(tmp_path / "runs"), cwd=tmp_path)
+        told = packtrain("stop", "stopped", "--storage", storage, cwd=tmp_path)
         assert told.returncode == 0, told.stderr
+        assert "STOPPED" in told.stdout
         assert run.wait() == 3
         stopped_at = run.last_step()
-        saved = run.events("checkpoint_committed")[-1]["step"]
-        assert saved == stopped_at
+        assert 5 <= stopped_at < steps
+        assert [event["step"] for event in run.events("checkpoint_committed")] == [stopped_at]
+        refused = packtrain("resume", "stopped", "--storage", storage, "--set", "run.seed=7", cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "run.seed: 0 -> 7" in refused.stderr
     with resumed_run(tmp_path, "stopped") as again:
         assert again.wait() == 0, again.text()
-        assert [line["step"] for line in again.metrics()] == list(range(1, STEPS + 1))
-    assert shard_checksums(again.run_dir, STEPS) == shard_checksums(undisturbed.run_dir, STEPS)
+        assert [line["step"] for line in again.metrics()] == list(range(1, steps + 1))
+        assert [line["sample_ordinal"] for line in again.metrics()] == [
+            4 * step for step in range(1, steps + 1)
+        ]
+        finished = packtrain("resume", "stopped", "--storage", storage, cwd=tmp_path)
+        assert finished.returncode == 2
+        assert "FINISHED" in finished.stderr
 
 
 def test_an_error_in_the_data_code_stops_at_once_with_its_traceback(tmp_path: Path) -> None:

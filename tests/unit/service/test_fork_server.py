@@ -93,7 +93,8 @@ def test_a_killed_rank_is_reported_with_its_signal(server: ForkServer, tmp_path:
 
 
 def hanging(tmp_path: Path) -> RankRequest:
-    """A rank that waits for a store which nobody opens: its run folder holds a spec that cannot be read to the end."""
+    """A rank that waits for a store which nobody opens: its run folder holds a spec that cannot be read to
+    the end."""
     run_dir = tmp_path / "no-such-run"
     run_dir.mkdir(exist_ok=True)
     os.mkfifo(run_dir / "spec.json")

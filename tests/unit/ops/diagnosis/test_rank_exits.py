@@ -13,7 +13,7 @@ VICTIM = RankExit(
     at=100.2,
     exit_code=1,
     error_type="builtins.RuntimeError",
-    error_text="[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:43211",
+    error_text="[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:43211",
     traceback="RuntimeError: Connection closed by peer",
 )
 KILLED = RankExit(rank=1, node="10.0.0.2", at=100.3, exit_code=-9)
