@@ -16,8 +16,8 @@ GLOBAL_BATCH = 12
 SEQ_LEN = 24
 VOCAB = 259
 N_IDS = 97
-"""Ids that occur. A token met for the first time late in a run has no second moment yet: where its gradient is
-about eps, AdamW turns the last bit of it into a visible change, which would test rounding, not engines.
+"""Ids that occur. A token met for the first time late in a run has no second moment yet: where its gradient
+is about eps, AdamW turns the last bit of it into a visible change, which would test rounding, not engines.
 """
 STEPS = 20
 
