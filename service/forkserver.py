@@ -15,6 +15,7 @@ business.
 
 import array
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -41,6 +42,8 @@ def serve(control_fd: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle: ranks must live to save
     control = socket.socket(fileno=control_fd)
     missing = [name for name in preload if not _imports(name)]
+    gc.collect()
+    gc.freeze()  # what was imported is never collected, so a rank's collector does not copy its pages
     _send(control, {"event": "ready", "missing": missing})
     child: _Child | None = None
     with selectors.DefaultSelector() as selector:

@@ -1,6 +1,6 @@
 """One rank: environment, groups, engine, restore, training, a clean end. No Ray here.
 
-    run_forked_rank (forked from the warm server)     main (torchrun -m service.rank_process RUN_DIR)
+    run_forked_rank (forked from the warm server)     torchrun.py (torchrun -m service.torchrun SPEC)
                               |                        |
                                train_rank: store -> groups -> engine -> data -> restore -> hooks -> trainer
 
@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from service.env import get_env
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -185,41 +183,3 @@ def _open_store(request: RankRequest, link: ShellLink) -> "Store":
 
 STORE_TIMEOUT_S = 120.0
 """How long ranks of one generation wait for each other to appear."""
-
-
-def main() -> int:
-    """A rank under torchrun: `torchrun --nproc-per-node N -m service.rank_process RUN_DIR DATA_DIR`."""
-    from torch._C._distributed_c10d import TCPStore
-
-    def number(name: str) -> int:
-        return int(get_env(name) or 0)
-
-    request = RankRequest(
-        run_dir=sys.argv[1],
-        data_dir=sys.argv[2],
-        attempt=0,
-        generation=number("TORCHELASTIC_RESTART_COUNT"),
-        rank=number("RANK"),
-        local_rank=number("LOCAL_RANK"),
-        node_rank=number("GROUP_RANK"),
-        world_size=number("WORLD_SIZE"),
-        local_world_size=number("LOCAL_WORLD_SIZE"),
-        node=socket.gethostname(),
-        log_path="",
-    )
-    stop = StopFlag()
-    signal.signal(signal.SIGTERM, stop.set)
-
-    def open_store() -> "Store":
-        from torch._C._distributed_c10d import PrefixStore
-
-        # torchrun's agent holds the store for all generations: each gets a prefix of its own.
-        shared = TCPStore(get_env("MASTER_ADDR") or "", number("MASTER_PORT"), is_master=False)
-        return PrefixStore(f"packtrain-{request.generation}", shared)
-
-    train_rank(request, open_store, stop)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -242,6 +242,7 @@ class _Shell:
     def _start_server(self) -> ForkServer:
         values = {
             "OMP_NUM_THREADS": str(self._spec.resources.threads_per_rank),
+            "OPENBLAS_NUM_THREADS": "1",  # numpy's own threads would start at import, before the fork
             "LOCAL_RANK": str(self._place.local_rank),
             "PYTHONPATH": ":".join(filter(None, (self._code_dir, get_env("PYTHONPATH")))),
             **_socket_interface(self._place.node),
