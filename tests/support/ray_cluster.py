@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -37,9 +38,20 @@ class RayCluster:
 
     def start_node(self, *words: str, n_cpus: int) -> subprocess.Popen[bytes]:
         """Start one node in a session of its own and wait until its raylet runs."""
+        log_path = self.temp_dir / f"node-{len(self.nodes)}.log"
+        with log_path.open("wb") as log:
+            node = self._popen(words, n_cpus, log)
+        self.nodes.append(node)
+        deadline = time.monotonic() + 90
+        while b"Ray runtime started" not in log_path.read_bytes():
+            assert node.poll() is None, log_path.read_text()
+            assert time.monotonic() < deadline, log_path.read_text()
+            time.sleep(0.2)
+        return node
+
+    def _popen(self, words: tuple[str, ...], n_cpus: int, log: BinaryIO) -> subprocess.Popen[bytes]:
         ray = Path(sys.executable).with_name("ray")
-        log = (self.temp_dir / f"node-{len(self.nodes)}.log").open("wb")
-        node = subprocess.Popen(
+        return subprocess.Popen(
             [
                 str(ray),
                 "start",
@@ -59,13 +71,6 @@ class RayCluster:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.nodes.append(node)
-        deadline = time.monotonic() + 90
-        while b"Ray runtime started" not in Path(log.name).read_bytes():
-            assert node.poll() is None, Path(log.name).read_text()
-            assert time.monotonic() < deadline, Path(log.name).read_text()
-            time.sleep(0.2)
-        return node
 
     def add_node(self, n_cpus: int) -> subprocess.Popen[bytes]:
         """One more node on this machine."""
