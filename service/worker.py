@@ -16,6 +16,7 @@ imports no torch.
 """
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -127,6 +128,7 @@ class _Shell:
         self._wake_up, self._waker = socket.socketpair()
         self._server.watch(self._wake_up)
         self._generation = -1
+        self._is_doomed = False
         self._last_words: dict[str, Any] = {}
 
     def run(self, info: ShellInfo) -> None:
@@ -176,6 +178,7 @@ class _Shell:
 
     def _fork(self, generation: int) -> None:
         self._generation = generation
+        self._is_doomed = False
         self._last_words = {}
         place = self._place
         request = RankRequest(
@@ -197,13 +200,15 @@ class _Shell:
             self._on_message(RankMessage("lost"))
 
     def _kill(self) -> None:
-        if self._server.rank_pid is not None:
-            psutil.Process(self._server.rank_pid).kill()
+        self._is_doomed = True  # a rank that is only being forked is killed when its pid is known
+        self._server.signal_rank(signal.SIGKILL)
 
     def _on_message(self, message: RankMessage) -> None:
         attempt, rank = self._config.attempt, self._place.rank
         match message.event:
             case "forked":
+                if self._is_doomed:
+                    self._server.signal_rank(signal.SIGKILL)
                 self._tell("report_forked", attempt, self._generation, rank, message.fields["pid"])
             case "store":
                 self._tell(
