@@ -20,6 +20,7 @@ from jobs.comm.groups import Groups
 from jobs.engines.base import Engine
 from jobs.errors import CheckpointError
 from jobs.events import EvalRecord, Progress, StepRecord
+from jobs.seeds import rng_state, set_rng_state
 from jobs.spec.job import CheckpointSection
 from jobs.state import Chunk
 from ops.checkpoint.fingerprint import check_fingerprint
@@ -57,6 +58,7 @@ class CheckpointHook:
         identity: Identity,
         peers: Peers,
         record: Record,
+        device: torch.device,
     ) -> None:
         """Local.
 
@@ -66,8 +68,10 @@ class CheckpointHook:
             identity: what the checkpoints are of.
             peers: this rank and the store for saves, see ops.checkpoint.writer.Peers.
             record: takes ledger events, on every rank.
+            device: this rank's: its random state is saved as well as the host's.
         """
         self._section, self._checkpoint_dir, self._rank = section, checkpoint_dir, peers.rank
+        self._device = device
         limits = Limits(
             commit_timeout_s=section.commit_timeout_s, decide_timeout_s=min(30.0, section.commit_timeout_s)
         )
@@ -109,7 +113,7 @@ class CheckpointHook:
             self._last_step = progress.step
 
     def _extra(self) -> dict[str, torch.Tensor]:
-        return {rng_name(self._rank): torch.get_rng_state()}
+        return {rng_name(self._rank): rng_state(self._device)}
 
     def _after_commit(self, path: Path, manifest: Manifest) -> None:
         removed = apply_retention(
@@ -126,12 +130,14 @@ def restore(
     fingerprint: str,
     lr_of_step: Callable[[int], float],
     record: Record,
+    device: torch.device,
 ) -> Progress:
     """Fill the engine from the newest checkpoint that every rank can read whole.
 
     Collective over groups.control. Bytes are verified once, each rank taking its share of the files,
     before any state is touched. Random state comes back where the checkpoint was written by as many
-    ranks; under another number each rank keeps the state that it has (a line in the log says so).
+    ranks on the same kind of device; else each rank keeps the state that it has (a line in the log says
+    so).
 
     Args:
         engine: built, with any weights.
@@ -140,6 +146,7 @@ def restore(
         fingerprint: of this run's model.
         lr_of_step: learning rate of the step that follows so many completed ones.
         record: takes ledger events (checkpoint_skipped, restored); called on rank 0 only.
+        device: this rank's.
 
     Returns:
         Where to go on; step 0 where there is no checkpoint and the engine is untouched.
@@ -168,7 +175,7 @@ def restore(
         if found is not None and not problems:
             progress = found.manifest.progress
             engine.after_load(lr_of_step(progress.step))
-            _restore_rng(found, groups)
+            _restore_rng(found, groups, device)
             if groups.rank == 0:
                 load_s = time.monotonic() - started
                 record("restored", {"step": progress.step, "load_s": load_s, "path": str(path)})
@@ -217,16 +224,20 @@ def _load_together(found: CheckpointRef, chunks: Sequence[Chunk], groups: Groups
     return _gather_troubles(trouble, groups)
 
 
-def _restore_rng(found: CheckpointRef, groups: Groups) -> None:
+def _restore_rng(found: CheckpointRef, groups: Groups, device: torch.device) -> None:
     saved = found.manifest.world_size
-    if saved != groups.world_size or rng_name(groups.rank) not in found.manifest.tensors:
-        if groups.rank == 0:
-            _log.warning(
-                "%s was written by %d ranks, these are %d: random states are not restored", found.path, saved,
-                groups.world_size,
-            )  # fmt: skip
-        return
-    torch.set_rng_state(read_tensor(found, rng_name(groups.rank)))
+    name = rng_name(groups.rank)
+    reason = ""
+    if saved != groups.world_size or name not in found.manifest.tensors:
+        reason = f"was written by {saved} ranks, these are {groups.world_size}"
+    else:
+        state = read_tensor(found, name)
+        if len(state) == len(rng_state(device)):
+            set_rng_state(state, device)
+        else:
+            reason = f"was written on another kind of device than {device.type}"
+    if reason and groups.rank == 0:
+        _log.warning("%s %s: random states are not restored", found.path, reason)
 
 
 def _broadcast_step(candidate: CheckpointRef | None, groups: Groups) -> int | None:

@@ -42,14 +42,13 @@ def peek(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """The token ids, sample ids and documents that one step trains on."""
-    from jobs.data.batches import BatchSource
+    from jobs.data.batches import peek_step
     from jobs.spec.load import load_spec
     from service.runner import prepare_data, with_absolute_storage
 
     loaded = with_absolute_storage(load_spec(spec, set_ or []))
     prepared = prepare_data(loaded, lambda line: typer.echo(line, err=True))
-    source = BatchSource(prepared, loaded, loaded.strategy.dp, dp_rank=0)
-    found = source.peek((step - 1) * loaded.train.global_batch_size)
+    found = peek_step(prepared, loaded, step)
     if as_json:
         typer.echo(json.dumps(found))
         return

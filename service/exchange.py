@@ -16,8 +16,8 @@ from jobs.data.prepare import load_prepared
 from jobs.errors import CheckpointError, SpecError
 from jobs.spec.hf_config import read_hf_config
 from jobs.spec.model import ModelSpec
-from ops.checkpoint.huggingface import export_huggingface, import_huggingface
-from ops.checkpoint.layout import CHECKPOINTS_DIR, folder_name
+from ops.checkpoint.huggingface import check_huggingface, export_huggingface, import_huggingface
+from ops.checkpoint.layout import CHECKPOINTS_DIR, committed_steps, folder_name
 from ops.checkpoint.reader import find_newest, open_checkpoint
 from service.run_store import find_run, read_spec, read_state
 
@@ -47,7 +47,7 @@ def export_checkpoint(folder: Path, out: Path, step: int | None, dtype: str) -> 
 
     Raises:
         SpecError: no such dtype.
-        CheckpointError: no verified checkpoint, or `out` exists.
+        CheckpointError: no verified checkpoint, none of that step, or `out` exists.
     """
     if dtype not in DTYPES:
         raise SpecError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
@@ -56,6 +56,10 @@ def export_checkpoint(folder: Path, out: Path, step: int | None, dtype: str) -> 
     if step is None:
         found = find_newest(checkpoints, lambda path, why: skipped.append(f"passed over {path.name}: {why}"))
     else:
+        steps = committed_steps(checkpoints)
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(f"no checkpoint of step {step} in {checkpoints}; committed steps: {there}")
         found = open_checkpoint(checkpoints / folder_name(step))
     if found is None:
         raise CheckpointError("\n".join([f"no verified checkpoint in {checkpoints}", *skipped]))
@@ -80,6 +84,18 @@ def import_folder(source: Path, out: Path) -> str:
             shutil.copyfile(source / name, out / name)
     (out / MODEL_FILE).write_text(model.model_dump_json(indent=2))
     return f"imported {model.n_params:,} parameters to {out}"
+
+
+def check_start_weights(folder: Path, model: ModelSpec) -> None:
+    """Refuse start weights that the ranks could not read.
+
+    Raises:
+        SpecError: no Hugging Face folder, or of another model; names train.init_from and what differs.
+    """
+    try:
+        check_huggingface(folder, model)
+    except CheckpointError as error:
+        raise SpecError(f"train.init_from: {error}") from error
 
 
 def _model_of(source: Path) -> ModelSpec:

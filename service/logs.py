@@ -4,11 +4,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from service.run_store import read_state
+from jobs.errors import SpecError
+from service.run_store import read_spec, read_state
 
 
 def print_logs(run_dir: Path, rank: int | None, *, follow: bool, say: Callable[[str], None]) -> None:
-    """Print all attempts' lines behind attempt and rank; with `follow`, new ones as they come."""
+    """Print all attempts' lines behind attempt and rank; with `follow`, new ones as they come.
+
+    Raises:
+        SpecError: the run has no such rank.
+    """
+    n_ranks = read_spec(run_dir).world_size
+    has_log = any((run_dir / "logs").glob(f"attempt-*/rank-{rank:05d}.log")) if rank is not None else True
+    if rank is not None and not has_log and not 0 <= rank < n_ranks:
+        raise SpecError(f"--rank {rank}: run {run_dir.name} has ranks 0 to {n_ranks - 1}")
     read_up_to: dict[Path, int] = {}
     while True:
         is_running = read_state(run_dir).current_status(run_dir) == "RUNNING"

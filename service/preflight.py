@@ -167,8 +167,11 @@ def tokenizer_file_size(path: Path) -> int:
     if not isinstance(vocab, dict | list) or not vocab:
         raise ValueError("it has no model.vocab")
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    ids += [token["id"] for token in content.get("added_tokens") or []]
-    return int(max(ids)) + 1
+    try:
+        ids += [token["id"] for token in content.get("added_tokens") or []]
+        return int(max(ids)) + 1
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"its ids are not all whole numbers, or one is missing ({error})") from error
 
 
 def storage_problem(run_dir: Path, write: Callable[[Path], None] | None = None) -> str | None:
@@ -340,7 +343,7 @@ def _other_model(spec: JobSpec, run_dir: Path) -> list[str]:
         return []
     except SpecError as error:
         return [str(error)]
-    if model_fingerprint(old) == model_fingerprint(spec):
+    if model_fingerprint(old.model) == model_fingerprint(spec.model):
         return []
     changes = "; ".join(str(change) for change in model_changes(old, spec))
     return [f"{run_dir} holds checkpoints of another model: {changes}; choose another run.name"]

@@ -22,9 +22,9 @@ from jobs.hooks import Hook
 from jobs.mesh import Mesh
 from jobs.optim.schedule import lr_at
 from jobs.seeds import seed_rank
+from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import JobSpec
 from jobs.trainer import train
-from ops.checkpoint.fingerprint import model_fingerprint
 from ops.checkpoint.huggingface import read_huggingface
 from ops.checkpoint.layout import CHECKPOINTS_DIR
 from ops.checkpoint.manifest import Identity
@@ -63,7 +63,7 @@ def train_from_newest_checkpoint(
     title.show("load")
     ledger = LedgerWriter(run_dir / "ledger" / f"rank-{request.rank:05d}.jsonl")
     record = partial(_record, ledger, {"attempt": request.attempt, "generation": request.generation})
-    progress = _start_point(spec, run_dir, engine, groups, record)
+    progress = _start_point(spec, run_dir, engine, groups, record, device)
     saving = CheckpointHook(
         spec.checkpoint,
         run_dir / CHECKPOINTS_DIR,
@@ -75,6 +75,7 @@ def train_from_newest_checkpoint(
         ),
         Peers(request.rank, request.world_size, PrefixStore("saves", store)),
         record,
+        device,
     )
     hooks: list[Hook] = [title, *_metrics(spec, request, device), saving]
     outcome = train(spec, engine, source, progress, hooks, groups, stop)
@@ -100,6 +101,7 @@ def _start_point(
     engine: Engine,
     groups: Groups,
     record: Callable[[str, dict[str, Any]], None],
+    device: torch.device,
 ) -> Progress:
     """The newest verified checkpoint, else the weights that the spec names, else a fresh start."""
 
@@ -107,7 +109,7 @@ def _start_point(
         return lr_at(spec.optim, spec.train.steps, step)
 
     progress = restore(
-        engine, run_dir / CHECKPOINTS_DIR, groups, model_fingerprint(spec.model), lr_of_step, record
+        engine, run_dir / CHECKPOINTS_DIR, groups, model_fingerprint(spec.model), lr_of_step, record, device
     )
     if progress.step == 0 and spec.train.init_from is not None:
         read_huggingface(Path(spec.train.init_from), engine.chunks(), spec.model)

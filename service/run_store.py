@@ -19,6 +19,7 @@ import psutil
 from jobs.errors import SpecError
 from jobs.spec.job import JobSpec
 from jobs.spec.load import resolved_json, spec_from_json
+from jobs.spec.yaml_tree import read_text
 
 LEASE_S = 60.0
 """A driver on another host that has not touched its lease for so long counts as dead."""
@@ -102,24 +103,31 @@ def create_run(spec: JobSpec, run_dir: Path) -> RunState:
 
 
 def read_spec(run_dir: Path) -> JobSpec:
-    """The resolved spec: the truth of the run."""
-    return spec_from_json((run_dir / "spec.json").read_text())
+    """The resolved spec: the truth of the run.
+
+    Raises:
+        SpecError: it is missing or damaged.
+    """
+    file = run_dir / "spec.json"
+    return spec_from_json(read_text(file), str(file))
 
 
 def read_state(run_dir: Path) -> RunState:
     """The state file.
 
     Raises:
-        SpecError: there is no such run.
+        SpecError: there is no such run, or its state file is damaged.
     """
+    file = run_dir / "run.json"
     try:
-        values: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
-    except FileNotFoundError:
+        return RunState(**json.loads(file.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
         known = sorted(r.name for r in iter_runs(run_dir.parent))
         raise SpecError(
             f"no run {run_dir.name!r} in {run_dir.parent}; there: {', '.join(known) or 'none'}"
         ) from None
-    return RunState(**values)
+    except (OSError, ValueError, TypeError) as error:
+        raise SpecError(f"{file} is not the state of a run that this version can read: {error}") from error
 
 
 def write_state(run_dir: Path, state: RunState) -> None:

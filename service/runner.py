@@ -72,6 +72,12 @@ def start_run(spec: JobSpec, run_dir: Path, options: RunOptions, say: Say) -> in
     """
     for warning in check_before_start(spec, run_dir, None, environment()):
         say(f"warning: {warning}")
+    if options.export_dir is not None and options.export_dir.exists():
+        raise SpecError(f"--export: {options.export_dir} exists; name a folder that does not")
+    if spec.train.init_from is not None:
+        from service.exchange import check_start_weights  # imports torch, which other starts do without
+
+        check_start_weights(Path(spec.train.init_from), spec.model)
     prepared = prepare_data(spec, say)
     _connect(spec, run_dir, options, resume=False)
     state = create_run(spec, run_dir)

@@ -32,7 +32,7 @@ def submit_run(spec_path: Path, overrides: Sequence[str], address: str) -> dict[
 
     try:
         client = JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, ValueError) as error:
         raise PacktrainError(
             f"no Ray dashboard answers at {address}: {error}. Start one with `ray start --head`."
         ) from error

@@ -189,9 +189,15 @@ def peek_step(prepared: PreparedData, spec: JobSpec, step: int) -> dict[str, Any
 
     Raises:
         ValueError: there is no such step.
+        DataError: ordinals of its samples would be beyond 63 bits.
     """
     if step < 1:
         raise ValueError(f"step={step}: the first step of a run is 1")
+    if step * spec.train.global_batch_size >= 1 << 63:
+        raise DataError(
+            f"step {step} x train.global_batch_size={spec.train.global_batch_size} is beyond the last sample "
+            "that can be counted (2^63)"
+        )
     source = BatchSource(prepared, spec, dp=spec.strategy.dp, dp_rank=0)
     return {"step": step, **source.peek((step - 1) * spec.train.global_batch_size)}
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from jobs.data.corpus import count_bytes, describe_content, iter_texts
 from jobs.data.packing import open_packings, write_padding_plan
+from jobs.data.sampler import GlobalSampler
 from jobs.data.shards import FORMAT_VERSION, TokenShards
 from jobs.data.split import SplitCounts, write_split
 from jobs.data.tokenizer import Tokenizer, build_tokenizer, describe_tokenizer
@@ -335,6 +336,8 @@ def _check_enough(prepared: PreparedData, data: DataSpec) -> None:
                 f"{data.seq_len + 1} that one "
                 f"sequence of data.seq_len={data.seq_len} needs"
             )
+    # Refuses weights that cannot be kept; the seed plays no part in that.
+    GlobalSampler([one.n_sequences for one in packings], [source.weight for source in data.sources], seed=0)
 
 
 def _describe(count: SplitCounts) -> str:

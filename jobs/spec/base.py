@@ -4,6 +4,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class SpecSection(BaseModel):
-    """A section of the spec: unknown keys and wrong types are refused, values never change after loading."""
+    """A section of the spec: unknown keys, wrong types and numbers that are not finite are refused.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    Values never change after loading.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )

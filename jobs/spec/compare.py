@@ -3,7 +3,6 @@
 Pure: reads no files, moves no weights.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,26 +10,15 @@ from typing import Final
 
 from jobs.optim.schedule import lr_at
 from jobs.spec.job import JobSpec
+from jobs.spec.model import ModelSpec
 from jobs.spec.tree import Json
 
-_MODEL_MEANING: Final = (
-    "kind",
-    "vocab_size",
-    "n_layers",
-    "d_model",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "d_ff",
-    "norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "tie_embeddings",
-)
-"""Keys of the model section without which a set of weights means something else, equal shapes or not."""
+_NOT_THE_MODEL: Final = {"preset", "hf_config", "init_std", "max_seq_len"}
+"""Keys of the model section that say where values came from, how weights began, or a limit: the same weights
+mean the same without them. All others count, equal shapes or not."""
 
 _BREAKING: Final = (
-    *(f"model.{key}" for key in _MODEL_MEANING),
+    *(f"model.{key}" for key in ModelSpec.model_fields if key not in _NOT_THE_MODEL),
     "data.sources",
     "data.tokenizer",
     "data.seq_len",
@@ -115,15 +103,13 @@ def announce_lr(old: JobSpec, new: JobSpec, step: int) -> str | None:
     return f"{'; '.join(moved)}: {rates}"
 
 
-def model_fingerprint(spec: JobSpec) -> str:
-    """SHA-256 (hex) over what the weights mean: shapes, RoPE base and scaling, norm epsilon, tied embeddings.
+def model_fingerprint(model: ModelSpec) -> str:
+    """What the weights mean, as canonical JSON: shapes, RoPE base and scaling, norm epsilon, tied embeddings.
 
     Equal fingerprints: weights of the one model are weights of the other. Names, initialisation and the
-    longest sequence do not count.
+    longest sequence do not count. A checkpoint keeps it.
     """
-    model = spec.model.model_dump(mode="json")
-    meaning = {key: model[key] for key in _MODEL_MEANING}
-    return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+    return json.dumps(model.model_dump(mode="json", exclude=_NOT_THE_MODEL), sort_keys=True)
 
 
 def model_changes(old: JobSpec, new: JobSpec) -> tuple[Change, ...]:

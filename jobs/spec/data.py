@@ -20,7 +20,7 @@ class TextSource(SpecSection):
     """Plain text files: documents are divided by `separator`, or one a file where it is None."""
 
     kind: Literal["text"]
-    path: str
+    path: str = Field(min_length=1)
     """A file, a folder (all files below it, sorted) or a glob."""
     separator: str | None = None
     r"""Taken literally, except that "\n%\n" (a newline at both ends) means each line that holds just "%"."""
@@ -31,7 +31,7 @@ class JsonlSource(SpecSection):
     """JSON lines: one document a line under `text_key`."""
 
     kind: Literal["jsonl"]
-    path: str
+    path: str = Field(min_length=1)
     text_key: str = "text"
     weight: float = Field(default=1.0, gt=0)
 
@@ -40,10 +40,10 @@ class TokensSource(SpecSection):
     """Already tokenised input: a 1-D .npy of token ids, or a raw little-endian file with `dtype`."""
 
     kind: Literal["tokens"]
-    path: str
+    path: str = Field(min_length=1)
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Element type of a raw file; a .npy file says its own."""
-    end_of_document_id: int | None = None
+    end_of_document_id: int | None = Field(default=None, ge=0)
     """Token id that ends each document; None makes the whole file one document."""
     tokenizer_fingerprint: str | None = None
     """Fingerprint of the tokenizer the ids were made with; checked against data.tokenizer when given."""
@@ -63,7 +63,7 @@ class FileTokenizer(SpecSection):
     """Any Hugging Face tokenizer.json."""
 
     kind: Literal["file"]
-    path: str
+    path: str = Field(min_length=1)
     end_of_document: str | None = None
     """Token that ends a document; None takes <|endoftext|>, <|end_of_text|> or </s>, as the file has it."""
 
@@ -94,5 +94,5 @@ class DataSpec(SpecSection):
     """No attention across document borders, and positions restart at each document."""
     validation_frac: float = Field(default=0.01, ge=0, lt=1)
     """Share of each source's documents (chosen by hash of their content) kept for evaluation."""
-    cache_dir: str | None = None
+    cache_dir: str | None = Field(default=None, min_length=1)
     """Where prepared shards are kept; None means `cache` under run.storage."""

@@ -1,6 +1,6 @@
 """JobSpec: the whole of one run, frozen. Its resolved JSON, kept with the run, is the truth of that run."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,7 @@ class RunSection(SpecSection):
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
     """Run id, unique under `storage`; None makes one from the spec's file name and the time."""
-    storage: str = "runs"
+    storage: str = Field(default="runs", min_length=1)
     """Folder that every node sees: each run is a folder below it."""
     seed: int = Field(default=0, ge=0)
 
@@ -34,7 +34,7 @@ class TrainSection(SpecSection):
     evaluate_every_steps: int | None = Field(default=None, gt=0)
     evaluate_batches: int = Field(default=8, gt=0)
     """Global batches of validation data in each evaluation."""
-    init_from: str | None = None
+    init_from: str | None = Field(default=None, min_length=1)
     """Hugging Face folder whose weights the run starts from."""
 
 
@@ -45,7 +45,7 @@ class ResourcesSection(SpecSection):
     gpus_per_worker: int = Field(default=0, ge=0)
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     threads_per_rank: int = Field(default=1, gt=0)
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[Annotated[str, Field(pattern=r"^[^=]+$")], str] = Field(default_factory=dict)
     """Environment of the rank processes, over what the node has (GLOO_SOCKET_IFNAME, NCCL_*, ...)."""
 
 
@@ -121,10 +121,12 @@ class JobSpec(SpecSection):
         micro, dp, whole = self.train.micro_batch_size, self.strategy.dp, self.train.global_batch_size
         if whole % (micro * dp):
             accum = max(1, whole // (micro * dp))
+            sizes = [n for n in range(1, min(whole // micro, 2 * dp, 4096) + 1) if whole % (micro * n) == 0]
             raise ValueError(
                 f"train.global_batch_size={whole} is not micro_batch_size x dp x a whole number: "
                 f"{whole} != {micro} x {dp} x {whole / (micro * dp):g}; "
                 f"nearest that work: {micro * dp * accum} or {micro * dp * (accum + 1)}"
+                + (f"; or strategy.dp={' or '.join(map(str, sizes[-4:]))} as it is" if sizes else "")
             )
         return self
 

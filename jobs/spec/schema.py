@@ -126,6 +126,8 @@ def problems_of(errors: Iterable[ErrorDetails], tree: Tree) -> list[Problem]:
             continue
         if error["type"] == "missing" and path in misspelt:
             continue
+        if error["type"] == "too_short" and any(path == other[: len(path)] != other for _, other in placed):
+            continue  # pydantic does not count elements that are wrong themselves
         problem = _problem(error, path, tree)
         found[problem.path if error["type"] != "value_error" else (*problem.path, error["msg"])] = problem
     return list(found.values())
@@ -192,6 +194,10 @@ def _sentence(error: ErrorDetails, expected: Expected | None, value: Json) -> st
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
         return f"{words} {context[bound]:g}; got {describe(value)}"
+    if kind == "string_too_short":
+        return "must not be empty"
+    if kind == "string_pattern_mismatch" and "=" in str(context.get("pattern")):
+        return "the name of an environment variable is not empty and holds no ="
     if kind == "string_pattern_mismatch" and "{0,79}" in str(context.get("pattern")):
         return f"got {value!r}; a name is 1 to 80 letters, digits, dots, _ and -, a letter or digit first"
     if kind == "too_short":

@@ -215,6 +215,8 @@ class _Reader:
             return None
         if kind not in ("str", "merge"):
             self._complain(node, path, f"the tag {node.tag} is not allowed; write a plain value")
+        if "\0" in text:
+            self._complain(node, path, "holds a NUL character, which no path, name or variable may")
         return text
 
     def _origin(self, node: yaml.Node) -> Origin:

@@ -1,4 +1,4 @@
-"""What makes two models the same, as one text kept in each checkpoint, and what differs between two.
+"""What differs between the models of two checkpoints, from their fingerprints (jobs/spec/compare.py).
 
 Shapes alone do not tell: another rope base has the same shapes and other weights
 ("NVIDIA-NeMo/Automodel#836"). Knows nothing of files.
@@ -7,15 +7,6 @@ Shapes alone do not tell: another rope base has the same shapes and other weight
 import json
 
 from jobs.errors import CheckpointError
-from jobs.spec.model import ModelSpec
-
-_NOT_THE_MODEL = {"preset", "hf_config", "init_std", "max_seq_len"}
-"""Keys that say where values came from, how weights began, or a limit: weights mean the same without them."""
-
-
-def model_fingerprint(model: ModelSpec) -> str:
-    """Canonical JSON of the keys that the meaning of the weights depends on."""
-    return json.dumps(model.model_dump(mode="json", exclude=_NOT_THE_MODEL), sort_keys=True)
 
 
 def differing_keys(saved: str, wanted: str) -> list[str]:

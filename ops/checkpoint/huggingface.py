@@ -26,11 +26,12 @@ from jobs.exchange import (
     to_huggingface,
 )
 from jobs.mesh import Mesh
+from jobs.spec.compare import model_fingerprint
 from jobs.spec.hf_config import read_hf_config
 from jobs.spec.model import ModelSpec
 from jobs.state import Chunk
 from ops.checkpoint.durable import fsync_folder, write_atomically
-from ops.checkpoint.fingerprint import check_fingerprint, differing_keys, model_fingerprint
+from ops.checkpoint.fingerprint import check_fingerprint, differing_keys
 from ops.checkpoint.layout import folder_name
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.reader import CheckpointRef, listed, load_into
@@ -106,9 +107,7 @@ def read_huggingface(folder: Path, chunks: Sequence[Chunk], model: ModelSpec) ->
             misshapen
             tensors, all listed. Nothing was changed.
     """
-    _refuse_other_model(folder, model)
-    files = _file_of_tensors(folder)
-    _refuse_other_tensors(folder, files, model)
+    files = check_huggingface(folder, model)
     wanted: dict[Path, list[tuple[str, Chunk]]] = {}
     for chunk in chunks:
         if chunk.name.startswith(MODEL_PREFIX):
@@ -116,13 +115,28 @@ def read_huggingface(folder: Path, chunks: Sequence[Chunk], model: ModelSpec) ->
             if name not in files:
                 raise CheckpointError(f"{folder} has no {name}, which {chunk.name} is read from")
             wanted.setdefault(files[name], []).append((name, chunk))
-    if model.tie_embeddings and "lm_head.weight" in files:
-        _refuse_untied(folder, files)
     for path, pairs in wanted.items():
         with _open(path) as file, torch.no_grad():
             for name, chunk in pairs:
                 box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.tensor.shape, strict=True))
                 chunk.tensor.detach().copy_(file.get_slice(name)[box])
+
+
+def check_huggingface(folder: Path, model: ModelSpec) -> dict[str, Path]:
+    """Refuse a folder whose weights are not the model's: headers are read, and of weights only a tied head.
+
+    Returns:
+        The file of each tensor.
+
+    Raises:
+        CheckpointError: as read_huggingface.
+    """
+    _refuse_other_model(folder, model)
+    files = _file_of_tensors(folder)
+    _refuse_other_tensors(folder, files, model)
+    if model.tie_embeddings and "lm_head.weight" in files:
+        _refuse_untied(folder, files)
+    return files
 
 
 def import_huggingface(folder: Path, model: ModelSpec, checkpoint_dir: Path) -> Path:

@@ -49,7 +49,13 @@ def resume(groups: Groups, kind: str, folder: str) -> list[float]:
     spec = spec_of(kind, groups.world_size)
     engine = build_engine(spec, groups, torch.device("cpu"))
     progress = restore(
-        engine, Path(folder), groups, "{}", lambda step: lr_at(spec.optim, spec.train.steps, step), Events()
+        engine,
+        Path(folder),
+        groups,
+        "{}",
+        lambda step: lr_at(spec.optim, spec.train.steps, step),
+        Events(),
+        torch.device("cpu"),
     )
     assert progress.step == SAVE_AT
     ref = find_newest(Path(folder), lambda *_: None)

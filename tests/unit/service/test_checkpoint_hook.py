@@ -12,9 +12,9 @@ from jobs.engines.native import NativeEngine
 from jobs.errors import CheckpointError
 from jobs.events import Progress, StepRecord
 from jobs.optim.schedule import lr_at
+from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import CheckpointSection
 from ops.checkpoint import writer as writer_module
-from ops.checkpoint.fingerprint import model_fingerprint
 from ops.checkpoint.layout import committed_steps, folder_name, shard_name
 from ops.checkpoint.manifest import CorruptCheckpointError, Identity
 from ops.checkpoint.reader import open_checkpoint
@@ -45,13 +45,14 @@ def train(groups: Groups, folder: str, until: int, options: dict[str, Any]) -> d
         fingerprint,
         lambda step: lr_at(spec.optim, spec.train.steps, step),
         events,
+        CPU,
     )
     first_step = progress.step
     section = CheckpointSection(**{"every_steps": 2, "keep_last": 2, **options.get("section", {})})
     store_path = Path(f"{folder}.store-{first_step}-{options.get('name', '')}")
     peers = Peers(groups.rank, groups.world_size, dist.FileStore(str(store_path), groups.world_size))
     hook = CheckpointHook(
-        section, checkpoint_dir, Identity(fingerprint, "native", groups.mesh), peers, events
+        section, checkpoint_dir, Identity(fingerprint, "native", groups.mesh), peers, events, CPU
     )
     hook.on_start(engine, progress)
     losses, draws = [], []

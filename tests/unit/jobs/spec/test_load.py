@@ -176,6 +176,12 @@ def test_valid(write_spec):
             "9 != 2 x 2 x 2.25; nearest that work: 8 or 12",
         ),
         (
+            "micro_batch_size: 2",
+            "micro_batch_size: 8",
+            "spec.yaml:9: train.global_batch_size=8 is not micro_batch_size x dp x a whole number: "
+            "8 != 8 x 2 x 0.5; nearest that work: 16 or 32; or strategy.dp=1 as it is",
+        ),
+        (
             "seq_len: 64",
             "seq_len: 4096",
             "spec.yaml:4: data.seq_len=4096 is longer than model.max_seq_len=1024; shorten the one or "

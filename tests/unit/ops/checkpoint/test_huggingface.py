@@ -15,9 +15,9 @@ from jobs.events import Progress
 from jobs.exchange import MODEL_PREFIX, hf_config, parameter_shapes
 from jobs.mesh import Mesh
 from jobs.models.llama import Llama
+from jobs.spec.compare import model_fingerprint
 from jobs.spec.model import ModelSpec, RopeScaling
 from jobs.state import Chunk
-from ops.checkpoint.fingerprint import model_fingerprint
 from ops.checkpoint.huggingface import export_huggingface, import_huggingface, read_huggingface
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.reader import CheckpointRef, open_checkpoint
