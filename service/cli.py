@@ -7,13 +7,16 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from jobs.errors import PacktrainError
 from service import cli_checkpoint, cli_data
 from service.origin import OriginError, find_source_root
+
+if TYPE_CHECKING:
+    from jobs.spec.job import JobSpec
 
 app = typer.Typer(
     name="packtrain",
@@ -39,17 +42,31 @@ def say(line: str) -> None:
     typer.echo(line)
 
 
+def note(line: str) -> None:
+    """One line to the user beside the output proper."""
+    typer.echo(line, err=True)
+
+
+def _load(spec: Path, overrides: list[str] | None) -> "JobSpec":
+    """Load a spec and tell what became of each key of a DeepSpeed JSON that it names."""
+    from jobs.spec.load import load_spec_with_report
+
+    loaded = load_spec_with_report(spec, overrides or [])
+    if loaded.deepspeed is not None:
+        for line in loaded.deepspeed.lines():
+            note(line)
+    return loaded.spec
+
+
 @app.command()
 def validate(spec: SpecPath, set_: Overrides = None, *, as_json: AsJson = False) -> None:
     """Check a spec: prints the resolved JSON, or every error with file:line."""
-    from jobs.spec.load import load_spec, resolved_json
+    from jobs.spec.load import resolved_json
 
-    loaded = load_spec(spec, set_ or [])
-    if as_json or not sys.stdout.isatty():
-        say(resolved_json(loaded))
-    else:
-        say(resolved_json(loaded))
-        say(f"ok: {loaded.model.n_params:,} parameters, {loaded.world_size} ranks")
+    loaded = _load(spec, set_)
+    say(resolved_json(loaded))
+    if not as_json:
+        note(f"ok: {loaded.model.n_params:,} parameters, {loaded.world_size} ranks")
 
 
 @app.command()
@@ -66,11 +83,10 @@ def run(
     ] = None,
 ) -> None:
     """Train in the foreground: embedded Ray when no cluster is named; Ctrl-C saves and stops."""
-    from jobs.spec.load import load_spec
     from service.run_store import new_run_id
     from service.runner import RunOptions, start_run, with_absolute_storage
 
-    loaded = with_absolute_storage(load_spec(spec, set_ or []))
+    loaded = with_absolute_storage(_load(spec, set_))
     run_dir = (Path(loaded.run.storage) / new_run_id(loaded, spec)).resolve()
     raise typer.Exit(
         start_run(loaded, run_dir, RunOptions(address, demo_kill=demo_kill, export_dir=export), say)
@@ -183,7 +199,7 @@ def report(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: As
     from service.run_store import find_run
 
     run_dir = find_run(run_name, storage)
-    made = make_report(run_dir, lambda line: typer.echo(line, err=True))
+    made = make_report(run_dir, note)
     if as_json:
         say(json.dumps(made.to_json(), indent=2))
     else:
