@@ -19,7 +19,7 @@ help:
 	@echo 'make test-gpu  the tests that need a GPU'
 	@echo 'make check     ruff, mypy, import-linter'
 	@echo 'make fmt       format the sources'
-	@echo 'make bench     every benchmark, one after another'
+	@echo 'make bench     every benchmark, one after another, in its quick form'
 	@echo 'make venv      only install into .venv'
 	@echo 'make clean     remove .venv and caches; runs/ stays'
 
@@ -50,9 +50,9 @@ fmt: $(STAMP)
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
 
 bench: $(STAMP)
-	@for script in $$(grep -l '__main__' benchmarks/*.py); do \
-	    echo "== $$script"; \
-	    $(BIN)/python $$script $(ARGS) || exit 1; \
+	@for name in step_time start_time restart checkpoint; do \
+	    echo "== $$name"; \
+	    $(BIN)/python benchmarks/$$name.py --quick $(ARGS) || exit 1; \
 	done
 
 clean:
