@@ -1,5 +1,6 @@
 """The Ray cluster of a run: joined where one is named, embedded (one node, loopback) where none is."""
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import ray
 
-from jobs.errors import PacktrainError
+from jobs.errors import PacktrainError, SpecError
 from jobs.spec.job import JobSpec
 from service.env import get_env, is_inside_ray_job, prepare_ray_environment
 
@@ -38,6 +39,10 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
         address: `host:port` or "auto"; None takes RAY_ADDRESS (set inside a Ray job), else starts an
         embedded cluster.
         code_dir: folder of jobs, ops, service; actors import them from there.
+
+    Raises:
+        ClusterError: the cluster at the address cannot be joined.
+        SpecError: an embedded cluster would be too large for this machine.
     """
     prepare_ray_environment()
     address = address or get_env("RAY_ADDRESS")
@@ -56,15 +61,35 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
         except (RuntimeError, ConnectionError, ValueError) as error:
             raise connection_error(address, error) from error
         return address
-    workers = spec.world_size
     ray.init(
         address="local",
-        num_cpus=max(2, round(workers * spec.resources.cpus_per_worker)),
+        num_cpus=embedded_cpus(spec, os.cpu_count() or 1),
         object_store_memory=200_000_000,
         runtime_env={"env_vars": {"PYTHONPATH": str(code_dir)}},
         **options,
     )
     return "local"
+
+
+def embedded_cpus(spec: JobSpec, n_cores: int) -> int:
+    """Logical CPUs of an embedded cluster: as many as the workers want, within reason.
+
+    Args:
+        spec: the run.
+        n_cores: of this machine.
+
+    Raises:
+        SpecError: the workers want so many that this machine would only swap them.
+    """
+    workers, each = spec.world_size, spec.resources.cpus_per_worker
+    wanted, limit = max(workers, workers * each), max(32, 4 * n_cores)
+    if wanted > limit:
+        raise SpecError(
+            f"strategy.dp={spec.strategy.dp}: {workers} workers x {each:g} CPUs = {workers * each:g} CPUs "
+            f"wanted, but an embedded cluster takes at most {limit} on the {n_cores} cores of this machine; "
+            "lower strategy.dp or resources.cpus_per_worker, or name a cluster with --address"
+        )
+    return max(2, round(workers * each))
 
 
 def connection_error(address: str, error: Exception) -> ClusterError:

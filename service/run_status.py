@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from jobs.errors import SpecError
 from ops.ledger import read_metrics
 from service.run_store import iter_runs, read_spec, read_state
 from service.tracking_run import settle
+
+UNREADABLE = "UNREADABLE"
+"""Shown for a run whose run.json or spec.json is damaged; never stored."""
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
@@ -31,5 +35,14 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def summaries(storage: Path) -> list[dict[str, Any]]:
-    """All runs below a storage folder, in name order."""
-    return [summary(run_dir) for run_dir in iter_runs(storage)]
+    """All runs below a storage folder, in name order; one whose files are damaged is UNREADABLE."""
+    return [_summary_or_trouble(run_dir) for run_dir in iter_runs(storage)]
+
+
+def _summary_or_trouble(run_dir: Path) -> dict[str, Any]:
+    try:
+        return summary(run_dir)
+    except SpecError as error:
+        nothing = {"step": 0, "steps": 0, "loss": None, "tokens_per_s": None, "attempts": 0}
+        where = {"run_dir": str(run_dir), "mlflow_run_id": None}
+        return {"run_id": run_dir.name, "status": UNREADABLE, **nothing, "error": str(error), **where}

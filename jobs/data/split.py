@@ -85,7 +85,8 @@ def _write_pass(
     top_id = tokenizer.vocab_size - 1
     end_id: int | None = tokenizer.end_of_document_id
     if isinstance(source, TokensSource):
-        top_id, end_id = max(top_id, largest_token(source)), source.end_of_document_id
+        end_id = source.end_of_document_id
+        top_id = max(top_id, largest_token(source), end_id or 0)
     with (
         ShardWriter(folder / "train", top_id, tokenizer.fingerprint) as train,
         ShardWriter(folder / "validation", top_id, tokenizer.fingerprint) as validation,

@@ -43,7 +43,7 @@ class TokensSource(SpecSection):
     path: str = Field(min_length=1)
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Element type of a raw file; a .npy file says its own."""
-    end_of_document_id: int | None = Field(default=None, ge=0)
+    end_of_document_id: int | None = Field(default=None, ge=0, lt=2**32)
     """Token id that ends each document; None makes the whole file one document."""
     tokenizer_fingerprint: str | None = None
     """Fingerprint of the tokenizer the ids were made with; checked against data.tokenizer when given."""

@@ -10,6 +10,9 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.optim import OptimSpec
 from jobs.spec.strategy import NativeStrategy, Strategy
 
+_LONGEST_S = 1e8
+"""Three years: clocks and timers take no limit that is much longer."""
+
 
 class RunSection(SpecSection):
     """Where the run lives and what it is called."""
@@ -56,7 +59,7 @@ class CheckpointSection(SpecSection):
     """None saves only at the end and when stopped."""
     keep_last: int = Field(default=3, gt=0)
     asynchronous: bool = True
-    commit_timeout_s: float = Field(default=600.0, gt=0)
+    commit_timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
     """A save that is not committed after so long is given up; the run goes on."""
 
 
@@ -71,10 +74,10 @@ class ResilienceSection(SpecSection):
     """The same failure at the same step so many times in a row stops the run."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Consecutive steps skipped for a non-finite gradient before the run stops."""
-    wait_for_nodes_s: float = Field(default=300.0, ge=0)
+    wait_for_nodes_s: float = Field(default=300.0, ge=0, le=_LONGEST_S)
     """How long a new attempt waits for enough live nodes."""
-    collective_timeout_s: float = Field(default=600.0, gt=0)
-    stop_grace_s: float = Field(default=120.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
+    stop_grace_s: float = Field(default=120.0, gt=0, le=_LONGEST_S)
     """Time that ranks get to save and leave after a stop request."""
 
 
