@@ -170,7 +170,7 @@ def tokenizer_file_size(path: Path) -> int:
     try:
         ids += [token["id"] for token in content.get("added_tokens") or []]
         return int(max(ids)) + 1
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"its ids are not all whole numbers, or one is missing ({error})") from error
 
 

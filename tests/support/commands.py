@@ -41,10 +41,10 @@ def command(*words: str) -> Answer:
 
 
 def refusal(*words: str) -> list[str]:
-    """Lines of the one error that a command ends with: exit code 2, nothing printed, no traceback."""
+    """Lines of the one error that a command ends with: exit code 2, no traceback, no word of a run."""
     answer = command(*words)
     assert answer.code == 2, answer
-    assert answer.out == "", answer
+    assert all(line.startswith("data: ") for line in answer.out.splitlines()), answer
     assert answer.err.startswith("error: "), answer
     assert "Traceback" not in answer.err
     return answer.err.removeprefix("error: ").rstrip("\n").split("\n")
