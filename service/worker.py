@@ -85,7 +85,7 @@ def shell_main(config: dict[str, Any]) -> None:
     )
     coordinator = ray.get_actor(settings.coordinator, namespace=settings.namespace)
     info = ShellInfo(
-        place.rank, place.node, place.node_id, psutil.Process().pid, sees_storage=_sees_storage(settings)
+        place.rank, place.node, place.node_id, psutil.Process().pid, sees_storage=sees_storage(settings)
     )
     if not info.sees_storage:
         ray.get(coordinator.join.remote(settings.attempt, info))
@@ -93,10 +93,10 @@ def shell_main(config: dict[str, Any]) -> None:
     _Shell(settings, place, coordinator).run(info)
 
 
-def _sees_storage(config: ShellConfig) -> bool:
+def sees_storage(config: ShellConfig, tries: int = 20) -> bool:
     """The driver's token can be read back here; waits a little, since network file systems may lag."""
     path = Path(config.run_dir) / "control" / "token"
-    for _ in range(20):
+    for _ in range(tries):
         with contextlib.suppress(OSError):
             if path.read_text() == config.token:
                 return True
