@@ -51,8 +51,8 @@ def decide(
         return Decision(
             Action.STOP,
             f"{incident.failure_class} of {incident.culprit} at step {incident.step}, "
-            f"{repeats + 1} times in a row "
-            f"without progress (resilience.max_no_progress={budgets.max_no_progress})",
+            f"{repeats + 1} times in a row without progress "
+            f"(resilience.max_no_progress={budgets.max_no_progress})",
         )
     if incident.failure_class is FailureClass.GPU_OUT_OF_MEMORY and incident.step == 0:
         return Decision(Action.STOP, "out of device memory before the first step: the layout does not fit")

@@ -1,8 +1,8 @@
 """When a run saves, and what it goes on from: the bridge from the trainer to ops/checkpoint.
 
-    restore(): rank 0 names a checkpoint -> each rank verifies its share -> all fine? -> each rank loads
-    -> all fine?
-                     ^------------------------- next older one ----------- no                            no
+    restore():  rank 0 names a checkpoint -> each rank verifies its share -> each rank loads -> go on
+                          ^                              | trouble on any rank     |
+                          +----- the next older one -----+-------------------------+
 
 Knows nothing of file formats. No Ray here.
 """
@@ -136,8 +136,7 @@ def restore(
 
     Collective over groups.control. Bytes are verified once, each rank taking its share of the files,
     before any state is touched. Random state comes back where the checkpoint was written by as many
-    ranks on the same kind of device; else each rank keeps the state that it has (a line in the log says
-    so).
+    ranks on the same kind of device; else each rank keeps the state that it has, and the log says so.
 
     Args:
         engine: built, with any weights.
@@ -153,8 +152,7 @@ def restore(
 
     Raises:
         CheckpointError: on all ranks. The newest whole checkpoint is of another model or has other
-            tensors; or
-            reading failed half-way and no older one is left.
+            tensors; or reading failed half-way and no older one is left.
     """
     started = time.monotonic()
     chunks = engine.chunks()

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from jobs.errors import PacktrainError, SpecError
 from jobs.spec.job import JobSpec
@@ -36,8 +38,7 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
 
     Args:
         spec: its worker count sizes an embedded cluster (a CPU more than the workers need is no harm there).
-        address: `host:port` or "auto"; None takes RAY_ADDRESS (set inside a Ray job), else starts an
-        embedded cluster.
+        address: `host:port` or "auto"; None takes RAY_ADDRESS (set inside a Ray job), else embeds a cluster.
         code_dir: folder of jobs, ops, service; actors import them from there.
 
     Raises:
@@ -129,6 +130,25 @@ def fits(spec: JobSpec, have: Capacity) -> bool:
     """The live nodes have the resources of all workers (free or not)."""
     workers, needs = spec.world_size, spec.resources
     return have.cpus >= workers * needs.cpus_per_worker and have.gpus >= workers * needs.gpus_per_worker
+
+
+def release_placement_groups() -> int:
+    """Give back what earlier attempts of this driver still hold; returns how many groups were removed.
+
+    A Ray Train controller that was killed leaves its placement group behind, and the next attempt would
+    wait for those very resources. Ray's own cleaner needs the dashboard's state API, which an embedded
+    cluster does not run. The last four bytes of a placement group's id are its job's, so other drivers'
+    groups are left alone. Call it between attempts only.
+    """
+    own_job = ray.get_runtime_context().get_job_id()
+    held = [
+        group_id
+        for group_id, entry in placement_group_table().items()
+        if entry["state"] != "REMOVED" and group_id.endswith(own_job)
+    ]
+    for group_id in held:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
+    return len(held)
 
 
 def wait_until_fits(spec: JobSpec, limit_s: float, give_up: Callable[[], bool]) -> bool:

@@ -26,7 +26,7 @@ from jobs.spec.job import JobSpec
 from ops.decision import Action
 from ops.incident import FailureClass, Incident
 from ops.ledger import LedgerWriter
-from service.cluster import capacity, wait_until_fits
+from service.cluster import capacity, release_placement_groups, wait_until_fits
 from service.coordinator import AttemptOutcome
 from service.launch import FitFailure, coordinator_actor, run_attempt
 from service.run_store import (
@@ -74,8 +74,7 @@ class Supervisor:
         Args:
             spec: the resolved spec of the run.
             run_dir: its folder, made by create_run.
-            code_dir: folder of jobs, ops, service on every node; empty where Ray ships the code
-            (working_dir).
+            code_dir: folder of jobs, ops, service on every node; empty where Ray ships the code.
             say: shows one line to the user.
             watch: called about five times a second while an attempt runs.
         """
@@ -136,6 +135,7 @@ class Supervisor:
             end = self._next(failure, outcome)
             if end is not None:
                 return end
+            release_placement_groups()
 
     def _one_attempt(
         self, state: RunState, attempt: int, name: str

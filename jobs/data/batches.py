@@ -64,8 +64,7 @@ class BatchSource:
         if len(prepared.sources) != len(spec.data.sources):
             raise DataError(
                 f"{prepared.cache_dir} holds {len(prepared.sources)} sources but the spec has "
-                f"{len(spec.data.sources)}; "
-                "prepare the data again"
+                f"{len(spec.data.sources)}; prepare the data again"
             )
         end = prepared.end_of_document_id
         self._train = open_packings([s.train for s in prepared.sources], spec.data, end, keep_tail=False)
@@ -85,8 +84,7 @@ class BatchSource:
         if n_valid_tokens == 0:
             raise DataError(
                 f"samples {ordinal} to {ordinal + self._global_batch - 1} hold no token to train on: all "
-                "are padding or "
-                "end a document; the documents are too short"
+                "are padding or end a document; the documents are too short"
             )
         return StepBatches(
             sample_ordinal=ordinal,

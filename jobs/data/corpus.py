@@ -216,8 +216,7 @@ def _iter_divided_by_text(path: Path, separator: str) -> Iterator[str]:
         for text in whole:
             yield "".join(parts) + text
             parts = []
-        # The last characters may be the beginning of a separator; what stands before them is searched only
-        # once.
+        # The last characters may begin a separator; what stands before them is searched only once.
         cut = max(0, len(rest) - len(separator) + 1)
         parts.append(rest[:cut])
         tail = rest[cut:]

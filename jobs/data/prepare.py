@@ -187,8 +187,7 @@ def load_prepared(cache_dir: Path) -> PreparedData:
             if header.tokenizer_fingerprint != fields[0]:
                 raise DataError(
                     f"{folder / split} was made with tokenizer {header.tokenizer_fingerprint[:12]} but "
-                    f"{path} names "
-                    f"{fields[0][:12]}; delete {cache_dir} and prepare the data again"
+                    f"{path} names {fields[0][:12]}; delete {cache_dir} and prepare the data again"
                 )
             for file in header.files:
                 digest.update(bytes.fromhex(file.sha256))
@@ -207,9 +206,8 @@ def check_vocab(prepared: PreparedData, model_vocab_size: int) -> None:
     if prepared.max_id >= model_vocab_size:
         raise DataError(
             f"the data's largest token id is {prepared.max_id} but model.vocab_size={model_vocab_size} has "
-            "ids up to "
-            f"{model_vocab_size - 1}; set model.vocab_size to at least {prepared.max_id + 1}, or is it "
-            "other data?"
+            f"ids up to {model_vocab_size - 1}; set model.vocab_size to at least {prepared.max_id + 1}, or "
+            "is it other data?"
         )
     if prepared.vocab_size > model_vocab_size:
         raise DataError(
@@ -231,8 +229,8 @@ def check_unchanged(prepared: PreparedData, fingerprint: str) -> None:
     if prepared.fingerprint != fingerprint:
         raise DataError(
             f"the data has changed since the run began: fingerprint {prepared.fingerprint[:12]} in "
-            f"{prepared.cache_dir}, "
-            f"the run began with {fingerprint[:12]}; bring the old files back, or start a new run"
+            f"{prepared.cache_dir}, the run began with {fingerprint[:12]}; bring the old files back, or "
+            "start a new run"
         )
 
 
@@ -247,8 +245,7 @@ def check_validation(prepared: PreparedData) -> None:
         raise DataError(
             f"train.evaluate_every_steps is set but the validation split has {n_tokens} tokens of "
             f"{prepared.n_documents} documents; raise data.validation_frac, divide the text into more "
-            "documents "
-            "(separator), or leave evaluation out"
+            "documents (separator), or leave evaluation out"
         )
 
 
@@ -333,8 +330,7 @@ def _check_enough(prepared: PreparedData, data: DataSpec) -> None:
                 f"data.sources[{number}] has {source.n_train_tokens} tokens to train on "
                 f"({source.n_documents} documents, {source.n_empty_documents} empty ones skipped, "
                 f"{source.n_validation_tokens} tokens kept for validation), fewer than the "
-                f"{data.seq_len + 1} that one "
-                f"sequence of data.seq_len={data.seq_len} needs"
+                f"{data.seq_len + 1} that one sequence of data.seq_len={data.seq_len} needs"
             )
     # Refuses weights that cannot be kept; the seed plays no part in that.
     GlobalSampler([one.n_sequences for one in packings], [source.weight for source in data.sources], seed=0)

@@ -199,8 +199,7 @@ class TokenShards:
         if counted != (self.header.n_documents, self.header.n_tokens):
             raise DataError(
                 f"{folder / BORDERS_FILE} ends after {counted[0]} documents and {counted[1]} tokens but the "
-                "header says "
-                f"{self.header.n_documents} and {self.header.n_tokens}; {_again(folder)}"
+                f"header says {self.header.n_documents} and {self.header.n_tokens}; {_again(folder)}"
             )
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger[Any]]:
@@ -233,8 +232,7 @@ class TokenShards:
             if found != file.sha256:
                 raise DataError(
                     f"{self.folder / file.name} has sha256 {found[:12]} but its header says "
-                    f"{file.sha256[:12]}; "
-                    f"{_again(self.folder)}"
+                    f"{file.sha256[:12]}; {_again(self.folder)}"
                 )
 
     def _map(self, number: int) -> npt.NDArray[np.unsignedinteger[Any]]:

@@ -190,8 +190,7 @@ class NativeEngine:
 
     def _update(self, lr: float, factor: float) -> None:
         self._set_lr(lr)
-        # The fused kernels divide each gradient by this while they read it: clipping without a pass of its
-        # own.
+        # The fused kernels divide each gradient by this while they read it: clipping costs no pass.
         scale = None if factor == 1.0 else torch.tensor(1.0 / factor, device=self._device)
         self._optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self._optimizer.step()

@@ -134,8 +134,7 @@ def _check_vocabulary(tree: Tree, spec: JobSpec) -> None:
         tree.complain(
             ("model", "vocab_size"),
             f"{spec.model.vocab_size} is smaller than the {tokenizer.kind} tokenizer's {n_ids} ids "
-            f"(largest id "
-            f"{n_ids - 1}); set it to at least {n_ids}",
+            f"(largest id {n_ids - 1}); set it to at least {n_ids}",
         )
 
 

@@ -41,7 +41,8 @@ def commit_manifest(
 
     Raises:
         CheckpointError: pieces are missing or overlap, or a rank's file is not to be seen; nothing is
-            committed. OSError: the file system refused; nothing is committed.
+            committed.
+        OSError: the file system refused; nothing is committed.
     """
     manifest = Manifest(
         progress=progress,

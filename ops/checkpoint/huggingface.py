@@ -68,8 +68,7 @@ def export_huggingface(
 
     Raises:
         CheckpointError: out_dir exists, the checkpoint is of another model, lacks a weight or is damaged,
-            or the
-            files cannot be written.
+            or the files cannot be written.
     """
     if out_dir.exists():
         raise CheckpointError(f"{out_dir} exists: give a folder that does not")
@@ -104,8 +103,7 @@ def read_huggingface(folder: Path, chunks: Sequence[Chunk], model: ModelSpec) ->
 
     Raises:
         CheckpointError: no such files, another model (each differing key named), or missing, unknown or
-            misshapen
-            tensors, all listed. Nothing was changed.
+            misshapen tensors, all listed. Nothing was changed.
     """
     files = check_huggingface(folder, model)
     wanted: dict[Path, list[tuple[str, Chunk]]] = {}

@@ -114,8 +114,7 @@ def load_into(
         ref: the checkpoint.
         chunks: what to fill, is_writer or not.
         strict: refuse saved names that no chunk wants. A rank that holds only part of the names passes
-            False and
-            checks the names of all ranks together.
+            False and checks the names of all ranks together.
         fingerprint: of the model that the chunks belong to; compared before anything is read.
         convert_dtypes: convert where an element type differs; else it is refused.
         verify: compare checksums of what is read. False where that has just been done.
@@ -125,8 +124,7 @@ def load_into(
 
     Raises:
         CheckpointError: another model, or names, shapes or element types that do not fit, all listed.
-            Nothing was
-            changed.
+            Nothing was changed.
         CorruptCheckpointError: damage met while reading; some chunks may have been filled.
     """
     if fingerprint is not None:

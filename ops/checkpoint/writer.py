@@ -153,17 +153,13 @@ class AsyncWriter:
         save = _Save(progress, path, meeting, started + self._limits.commit_timeout_s)
         try:
             start = self._decide(save)
-        except (
-            Exception
-        ) as error:  # the store is gone: so is rank 0, and its end is somebody else's to report
+        except Exception as error:  # the store is gone: so is rank 0; its end is somebody else's to report
             self._fail(save, f"rank {self._rank} cannot reach the other ranks: {_text(error)}")
             return "refused"
         if start == "started":
             try:
                 self._staging.copy(chunks, extra_tensors or {})
-            except (
-                Exception
-            ) as error:  # reported to rank 0 by the thread, so that all ranks give this save up
+            except Exception as error:  # the thread tells rank 0, so that all ranks give this save up
                 save.copy_error = f"rank {self._rank} could not copy its state to the host: {_text(error)}"
             save.thread = threading.Thread(target=self._run, args=(save,), name=f"save-{key}", daemon=True)
             save.thread.start()
