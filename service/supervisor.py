@@ -96,7 +96,6 @@ class Supervisor:
             number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
         }
         write_atomically(self.run_dir / "control" / "token", self._token)
-        stop_request(self.run_dir).unlink(missing_ok=True)
         name = f"coordinator-{self.run_dir.name}-{self._token}"
         try:
             with coordinator_actor(self.run_dir, self._spec, name) as self._coordinator:
@@ -119,7 +118,8 @@ class Supervisor:
 
     def _attempts(self, coordinator_name: str) -> RunEnd:
         while True:
-            if not wait_until_fits(self._spec, self._spec.resilience.wait_for_nodes_s, self._is_stop_asked):
+            limit_s = self._spec.resilience.wait_for_nodes_s
+            if not wait_until_fits(self._spec, limit_s, self._gives_up_waiting):
                 return self._end_without_nodes()
             state = read_state(self.run_dir)
             attempt = state.attempts
@@ -171,15 +171,13 @@ class Supervisor:
             case "finished":
                 return RunEnd(FINISHED)
             case "stopped":
-                return RunEnd(PREEMPTED if signal.SIGTERM in self._signals else STOPPED)
+                return self._stopped()
             case "failed":
                 return RunEnd(FAILED, outcome.error)
             case "restart":
                 return None
         if self._is_stop_asked():
-            return RunEnd(
-                PREEMPTED if signal.SIGTERM in self._signals else STOPPED, "ended before it could save"
-            )
+            return self._stopped("ended before it could save")
         incident = self._name_incident(
             failure or FitFailure("worker", "the shells returned without a verdict")
         )
@@ -200,10 +198,11 @@ class Supervisor:
             if lost:
                 failure_class, culprit = FailureClass.NODE_LOST, f"node {', '.join(lost)}"
             else:
-                culprit = ", ".join(
+                shells = [
                     f"shell of rank {r} (node {places[r]['node'] if r in places else 'unknown'})"
                     for r in failure.ranks
-                )
+                ]
+                culprit = ", ".join(shells) or "a shell"
         return Incident(
             failure_class=failure_class,
             culprit=culprit,
@@ -226,7 +225,7 @@ class Supervisor:
 
     def _end_without_nodes(self) -> RunEnd:
         if self._is_stop_asked():
-            return RunEnd(STOPPED)
+            return self._stopped()
         have, needs = capacity(), self._spec.resources
         return RunEnd(
             FAILED,
@@ -240,6 +239,14 @@ class Supervisor:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._signals.append(number)
+
+    def _stopped(self, error: str = "") -> RunEnd:
+        return RunEnd(PREEMPTED if signal.SIGTERM in self._signals else STOPPED, error)
+
+    def _gives_up_waiting(self) -> bool:
+        """Keep the lease while no attempt runs; whether to wait no longer."""
+        touch_lease(self.run_dir)
+        return self._is_stop_asked()
 
     def _is_stop_asked(self) -> bool:
         return bool(self._signals) or stop_request(self.run_dir).exists()
