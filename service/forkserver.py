@@ -71,7 +71,7 @@ def serve(control_fd: int, preload: list[str]) -> None:
 def _imports(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except ImportError:
+    except Exception:  # a broken library raises anything; the rank meets the same error and can tell of it
         return False
     return True
 
@@ -102,10 +102,11 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, int]:
     """One request line and the file descriptor sent beside it; (None, -1) when the shell is gone."""
     data, fds, _, _ = socket.recv_fds(control, 1 << 20, 1)
-    while data and not data.endswith(b"\n"):
-        data += control.recv(1 << 20)
-    if not data:
-        return None, -1
+    while not data.endswith(b"\n"):
+        more = control.recv(1 << 20) if data else b""
+        if not more:
+            return None, -1
+        data += more
     return json.loads(data), array.array("i", fds)[0]
 
 

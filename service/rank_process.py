@@ -107,12 +107,12 @@ class ShellLink:
 
 def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
     """Body of a forked rank; returns its exit code. Called in the child right after the fork."""
-    _redirect_output(Path(request.log_path))
-    faulthandler.enable()
     stop = StopFlag()
     signal.signal(signal.SIGTERM, stop.set)
     link = ShellLink(channel, stop)
     try:
+        _redirect_output(Path(request.log_path))
+        faulthandler.enable()
         outcome = train_rank(request, lambda: _open_store(request, link), stop)
     except BaseException as error:
         traceback.print_exc()

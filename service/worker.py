@@ -128,6 +128,8 @@ class _Shell:
         self._wake_up, self._waker = socket.socketpair()
         self._server.watch(self._wake_up)
         self._generation = -1
+        self._has_rank = False
+        """A rank was asked for and its exit has not been reported."""
         self._is_doomed = False
         self._last_words: dict[str, Any] = {}
 
@@ -137,7 +139,7 @@ class _Shell:
         ray.get(self._coordinator.join.remote(self._config.attempt, info))
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
         try:
-            while not self._is_ended():
+            while self._obey_orders():
                 for message in self._server.wait():
                     self._on_message(message)
         finally:
@@ -158,7 +160,8 @@ class _Shell:
             if any(order.kind == "end" for order in orders):
                 return
 
-    def _is_ended(self) -> bool:
+    def _obey_orders(self) -> bool:
+        """Carry out the orders that have come; False after the last one."""
         while self._inbox:
             order = self._inbox.popleft()
             match order.kind:
@@ -173,11 +176,12 @@ class _Shell:
                 case "terminate":
                     self._server.tell_rank({"event": "terminate"})
                 case "end":
-                    return True
-        return False
+                    return False
+        return True
 
     def _fork(self, generation: int) -> None:
         self._generation = generation
+        self._has_rank = True
         self._is_doomed = False
         self._last_words = {}
         place = self._place
@@ -223,9 +227,11 @@ class _Shell:
                 self._server.close()
                 self._server = self._start_server()
                 self._server.watch(self._wake_up)
-                self._report_exit(-9)
+                if self._has_rank:
+                    self._report_exit(-signal.SIGKILL)
 
     def _report_exit(self, exit_code: int) -> None:
+        self._has_rank = False
         words = self._last_words
         report = RankExit(
             rank=self._place.rank,

@@ -1,7 +1,11 @@
 """A fork server, its rank, and what the shell hears: real processes, real signals."""
 
+import dataclasses
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +94,46 @@ def test_a_killed_rank_is_reported_with_its_signal(server: ForkServer, tmp_path:
     forked, _ = wait_for(server, "forked")
     os.kill(forked.fields["pid"], signal.SIGKILL)
     assert wait_for(server, "exited")[0].fields["exit_code"] == -signal.SIGKILL
+
+
+def test_a_module_that_breaks_while_it_is_imported_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "broken_driver.py").write_text(
+        "raise OSError('libcuda.so.1: cannot open shared object file')"
+    )
+    path = f"{ROOT}:{tmp_path}"
+    server = ForkServer(("broken_driver",), environment(PYTHONPATH=path), ROOT, tmp_path / "server.log")
+    try:
+        ready, _ = wait_for(server, "ready")
+        assert ready.fields["missing"] == ["broken_driver"]
+    finally:
+        server.close()
+
+
+def test_a_rank_whose_log_cannot_be_made_says_so(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    server.fork(dataclasses.replace(request_for(tmp_path, 0), log_path=str(tmp_path / "file" / "rank.log")))
+    _, seen = wait_for(server, "exited")
+    error = next(m for m in seen if m.event == "error")
+    assert str(tmp_path / "file") in error.fields["error_text"]
+
+
+def test_a_shell_that_dies_in_the_middle_of_a_request_ends_the_server() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service.forkserver", str(theirs.fileno())],
+            cwd=ROOT,
+            pass_fds=(theirs.fileno(),),
+        )
+        theirs.close()
+        assert b"ready" in ours.recv(4096)
+        ours.sendall(b'{"run_dir": "half a req')
+        ours.close()
+        try:
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 def hanging(tmp_path: Path) -> RankRequest:
