@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs.spec.job import ResilienceSection
-from ops.checkpoint.layout import newest_committed_step
+from ops.checkpoint.layout import CHECKPOINTS_DIR, newest_committed_step
 from ops.decision import Action
 from ops.diagnosis.rank_exits import RankExit, diagnose
 from ops.incident import Incident
@@ -109,8 +109,9 @@ class Coordinator:
         await self._order(Order("terminate", self._attempt.generation.number))
 
     async def abandon(self) -> None:
-        """Kill the ranks and let the shells return."""
-        self._close(AttemptOutcome("stopped"))
+        """Kill the ranks and let the shells return. An attempt that has ended already stays as it ended."""
+        if self._attempt.outcome.kind == "running":
+            self._close(AttemptOutcome("stopped"))
         await self._order(Order("end", self._attempt.generation.number))
 
     async def outcome(self) -> AttemptOutcome:
@@ -182,7 +183,7 @@ class Coordinator:
             pids = self._attempt.generation.rank_pids
             pids[rank] = pid
             if len(pids) == self._attempt.world_size:
-                self._write("ranks_started", attempt=attempt, generation=generation)
+                self._ledger.write("ranks_started", attempt=attempt, generation=generation)
 
     async def report_exit(self, attempt: int, generation: int, rank_exit: RankExit, outcome: str) -> None:
         """A rank process is gone and reaped. `outcome` is its last word: "finished", "stopped" or empty."""
@@ -221,8 +222,7 @@ class Coordinator:
         if self._judge is not None:
             self._judge.cancel()
             self._judge = None
-        now = time.time()
-        incident = diagnose(list(current.exits.values()), last_step(self._run_dir), now)
+        incident = diagnose(list(current.exits.values()), last_step(self._run_dir), time.time())
         action, reason = self._decide(incident, shells_alive=True)
         if action is Action.RESTART_RANKS and not self._is_stopping:
             await self._order(Order("kill", current.number))
@@ -235,16 +235,19 @@ class Coordinator:
         await self._order(Order("end", current.number))
 
     def _decide(self, incident: Incident, *, shells_alive: bool) -> tuple[Action, str]:
-        committed = newest_committed_step(self._run_dir / "checkpoints")
+        committed: int | None = None
+        with contextlib.suppress(OSError):  # nobody waits for this verdict: ranks must never lack one
+            committed = newest_committed_step(self._run_dir / CHECKPOINTS_DIR)
         history = [
             PastIncident(past, action, progressed=(committed or 0) > (then or 0))
             for past, action, then in self._history
         ]
         decision = decide(incident, history, self._budgets, shells_alive=shells_alive)
         self._history.append((incident, decision.action, committed))
-        self._write(
+        named: dict[str, Any] = {"class": incident.failure_class.value}
+        self._ledger.write(
             "incident",
-            **{"class": incident.failure_class.value},
+            **named,
             culprit=incident.culprit,
             action=decision.action.value,
             reason=decision.reason,
@@ -276,7 +279,3 @@ class Coordinator:
         async with self._changed:
             self._attempt.orders.append(order)
             self._changed.notify_all()
-
-    def _write(self, kind: str, **fields: Any) -> None:
-        with contextlib.suppress(OSError):
-            self._ledger.write(kind, **fields)

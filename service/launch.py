@@ -53,10 +53,8 @@ def run_attempt(spec: JobSpec, config: ShellConfig, run_dir: Path) -> FitFailure
         return FitFailure("worker", str(error), tuple(sorted(error.worker_failures)))
     except ray.train.ControllerError as error:
         return FitFailure("start", str(error))
-    except ray.train.TrainingFailedError as error:
-        return FitFailure("worker", str(error))
-    except ray.exceptions.RayError as error:
-        return FitFailure("controller", str(error))
+    except Exception as error:  # of Ray or of what it calls: the thread that runs this has nobody to raise to
+        return FitFailure("controller", f"{type(error).__name__}: {error}")
     return None
 
 
@@ -67,10 +65,11 @@ def coordinator_actor(run_dir: Path, spec: JobSpec, name: str) -> Iterator[Any]:
 
     from service.coordinator import Coordinator
 
+    n_calls = 1000 + 2 * spec.world_size  # each shell keeps one call waiting for orders
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = (
         ray.remote(Coordinator)
-        .options(name=name, num_cpus=0, max_concurrency=1000, scheduling_strategy=here)
+        .options(name=name, num_cpus=0, max_concurrency=n_calls, scheduling_strategy=here)
         .remote(str(run_dir), spec.resilience.model_dump_json())
     )
     try:

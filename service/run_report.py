@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jobs.errors import PacktrainError
 from ops.report import Report, build_report
 from service.report_html import write_report_files
 from service.report_text import print_report
@@ -47,12 +46,12 @@ def finish_run(run_dir: Path, feed: TrackingFeed, status: str, export_dir: Path 
 
         try:
             say(export_checkpoint(run_dir, export_dir, None, "float32"))
-        except (PacktrainError, OSError) as error:
+        except Exception as error:  # whatever it is, the books below are still to be closed
             say(f"not exported: {error}")
     feed.flush()
     try:
         _close_books(run_dir, feed)
-    except OSError as error:
+    except Exception as error:  # of the disk, or of the library that draws
         say(f"the report could not be written: {error}")
     feed.close(status)
     show_report(build_report(run_dir), run_dir)

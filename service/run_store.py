@@ -4,6 +4,7 @@
 report.html  loss.png
 """
 
+import contextlib
 import json
 import os
 import re
@@ -175,8 +176,8 @@ def stop_request(run_dir: Path) -> Path:
 
 def touch_lease(run_dir: Path) -> None:
     """Say that the driver lives; other hosts go by the age of this file."""
-    lease = run_dir / "control" / "driver_alive"
-    lease.touch()
+    with contextlib.suppress(OSError):  # a full disk or a slow file server is no reason to end the run
+        (run_dir / "control" / "driver_alive").touch()
 
 
 def last_step(run_dir: Path) -> int:
@@ -196,7 +197,7 @@ def _last_step_line(run_dir: Path) -> dict[str, Any] | None:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
             lines = file.read().splitlines()
-    except FileNotFoundError:
+    except OSError:
         return None
     for line in reversed(lines):
         try:

@@ -23,6 +23,8 @@ from service.run_store import (
     last_step,
     read_spec,
     read_state,
+    stop_request,
+    touch_lease,
     write_atomically,
     write_state,
 )
@@ -118,6 +120,7 @@ def resume_run(run_dir: Path, overrides: Sequence[str], options: RunOptions, say
         check_unchanged(prepared, state.data_fingerprint)
     _connect(spec, run_dir, options, resume=True)
     write_atomically(run_dir / "spec.json", resolved_json(spec))
+    stop_request(run_dir).unlink(missing_ok=True)  # the old one, before a new one can be made
     return _drive(spec, run_dir, _with_data(state, prepared), options, say)
 
 
@@ -139,6 +142,7 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
     from service.drill import KillAtStep
     from service.supervisor import Supervisor
 
+    touch_lease(run_dir)
     write_state(run_dir, state)
     view = ProgressView(run_dir, spec.train.steps)
     feed = TrackingFeed(run_dir, spec, view.say)
@@ -157,7 +161,9 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
 
     say(f"run {run_dir.name}: {spec.model.n_params:,} parameters, {spec.world_size} ranks, {run_dir}")
     code_dir = "" if is_inside_ray_job() else str(find_source_root())
-    end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
-    view.close()
+    try:
+        end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
+    finally:
+        view.close()
     finish_run(run_dir, feed, end.status, options.export_dir, say)
     return EXIT_CODES[end.status]
