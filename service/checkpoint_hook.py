@@ -25,7 +25,7 @@ from jobs.spec.job import CheckpointSection
 from jobs.state import Chunk
 from ops.checkpoint.fingerprint import check_fingerprint
 from ops.checkpoint.layout import folder_name, is_rng, rng_name
-from ops.checkpoint.manifest import Identity, Manifest
+from ops.checkpoint.manifest import CorruptCheckpointError, Identity, Manifest
 from ops.checkpoint.reader import (
     CheckpointRef,
     check_shards,
@@ -151,8 +151,8 @@ def restore(
         Where to go on; step 0 where there is no checkpoint and the engine is untouched.
 
     Raises:
-        CheckpointError: on all ranks. The newest whole checkpoint is of another model or has other
-            tensors; or reading failed half-way and no older one is left.
+        CheckpointError: on all ranks. The newest whole checkpoint is of another model or has other tensors.
+        CorruptCheckpointError: on all ranks. Reading failed half-way and no older one is left.
     """
     started = time.monotonic()
     chunks = engine.chunks()
@@ -181,7 +181,9 @@ def restore(
         if groups.rank == 0:
             skip(path, "; ".join(problems))
     if half_loaded:
-        raise CheckpointError(f"no checkpoint in {checkpoint_dir} could be read whole: {listed(half_loaded)}")
+        raise CorruptCheckpointError(
+            f"no checkpoint in {checkpoint_dir} could be read whole: {listed(half_loaded)}"
+        )
     return Progress()
 
 

@@ -134,12 +134,14 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     from torch.distributed import DistError
 
     from jobs.errors import CheckpointError, DataError, NumericError, SpecError
+    from ops.checkpoint.manifest import CorruptCheckpointError
 
     classes: tuple[tuple[type[BaseException], str], ...] = (
         (NumericError, "numerics"),
         (SpecError, "configuration"),
         (DataError, "configuration"),
-        (CheckpointError, "corrupt_checkpoint"),
+        (CorruptCheckpointError, "corrupt_checkpoint"),
+        (CheckpointError, "configuration"),  # of another model: it is so each time
         (MemoryError, "host_out_of_memory"),
         (ImportError, "environment"),
     )
