@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ops.checkpoint.layout import CHECKPOINTS_DIR, folder_name, newest_committed_step
 from ops.goodput import Goodput, account
 from ops.ledger import Event, number, plain_value, read_ledger, read_metrics
 from ops.losses import IncidentBill, StepLine, bill_incidents, judge_steps
@@ -285,13 +286,11 @@ def _checkpoints(events: Sequence[Event]) -> list[CheckpointNote]:
 
 
 def _newest_checkpoint(folder: Path, notes: Sequence[CheckpointNote]) -> str | None:
-    """The newest committed checkpoint that is still on disk, by the ledger and by what lies in the folder."""
-    told = {Path(note.path).name for note in notes if note.outcome == "committed"}
-    there = [path for path in (folder / "checkpoints").glob("step-*") if (path / "manifest.json").is_file()]
-    newest = max(there, key=lambda path: path.name, default=None)
-    if newest is not None:
-        return str(newest)
-    return str(folder / "checkpoints" / max(told)) if told and not (folder / "checkpoints").is_dir() else None
+    """The newest committed checkpoint on disk; by the ledger where the folder of checkpoints is not there."""
+    checkpoints = folder / CHECKPOINTS_DIR
+    told = [note.step for note in notes if note.outcome == "committed"]
+    newest = newest_committed_step(checkpoints) if checkpoints.is_dir() else max(told, default=None)
+    return None if newest is None else str(checkpoints / folder_name(newest))
 
 
 def _unsent(folder: Path, tracking: Mapping[str, Any]) -> int | None:

@@ -7,13 +7,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs.errors import PacktrainError
 from service import cli_checkpoint, cli_data
-from service.origin import OriginError, find_source_root
 
 if TYPE_CHECKING:
     from jobs.spec.job import JobSpec
@@ -207,21 +206,9 @@ def report(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: As
 
 
 def main() -> None:
-    """Entry of the console script: every error meant for the user is one text and exit code 2."""
-    try:
-        find_source_root()
-    except OriginError as error:
-        _refuse(error)
+    """Called by service/__main__.py: every error meant for the user is one text and exit code 2."""
     try:
         app()
     except PacktrainError as error:
-        _refuse(error)
-
-
-def _refuse(error: Exception) -> NoReturn:
-    typer.secho(f"error: {error}", err=True, fg="red")
-    sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
+        typer.secho(f"error: {error}", err=True, fg="red")
+        sys.exit(2)

@@ -1,8 +1,6 @@
 """The only file that reads or writes the process environment."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -19,26 +17,6 @@ def set_env(name: str, value: str) -> None:
 def environment(**changes: str) -> dict[str, str]:
     """A copy of the environment with changes, for a child process."""
     return {**os.environ, **changes}
-
-
-def update_env(values: Mapping[str, str]) -> None:
-    """Set several variables for this process and its children."""
-    os.environ.update(values)
-
-
-@contextmanager
-def temporary_env(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the length of a with-block, then restore what was there."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def prepare_ray_environment() -> None:

@@ -1,11 +1,10 @@
 """The warm fork server: a fresh single-threaded process that imports torch once and forks ranks from there.
 
     shell (Ray Train worker)                 fork server                         rank
-      ForkServer.start()  -- Popen -->         import preload list
-      fork(request, fd)   -- socket -->        os.fork()   ----------------------> dup2 log, env,
-      run_rank(request)
-                          <-- forked pid --                                         |
-                          <-- exited status -- waitpid   <------------------------ _exit(code)
+      ForkServer()         -- Popen ------->   import preload list
+      .fork(request)       -- socket, fd -->   os.fork()  --------->  run_forked_rank(request)
+                           <-- "forked", pid                                   |
+                           <-- "exited", code  waitpid()  <---------  _exit(code)
 
 One rank lives at a time. The server never touches CUDA, starts no thread and opens no socket before a
 fork. When the shell dies the socket closes: the server kills its rank and leaves. When the server dies the

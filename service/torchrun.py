@@ -48,6 +48,8 @@ def main(arguments: list[str]) -> int:
         shared.set("packtrain/folders", json.dumps(_make_folders(spec, Path(arguments[0]))))
     shared.wait(["packtrain/folders"], timedelta(seconds=PREPARE_LIMIT_S))
     run_dir, data_dir = json.loads(shared.get("packtrain/folders"))
+    if numbers["RANK"] == 0:  # after a restart by torchrun it is another process that drives the run
+        write_state(Path(run_dir), read_state(Path(run_dir)).driven_by_me())
     generation = numbers.get("TORCHELASTIC_RESTART_COUNT", 0)
     request = RankRequest(
         run_dir=run_dir,

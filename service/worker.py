@@ -1,6 +1,6 @@
 """The shell: runs inside a Ray Train worker, forks a rank, watches it, obeys orders.
 
-    shell_loop
+    shell_main
       start the fork server (imports torch while Ray sets up the rest)
       join the coordinator, then for each order:
         start      fork a rank process

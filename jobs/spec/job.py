@@ -90,7 +90,7 @@ class TrackingSection(SpecSection):
     experiment: str = "packtrain"
     log_every_steps: int = Field(default=1, gt=0)
     flops_convention: Literal["causal_half", "full_attention"] = "causal_half"
-    """Attention FLOPs a token: 6 (half, Megatron) or 12 (full, torchtitan) * n_layers * d_model * seq_len."""
+    """How attention is counted in MFU: the causal half (Megatron) or all pairs of positions (torchtitan)."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one rank's device for MFU; None measures a matrix product at start."""
 

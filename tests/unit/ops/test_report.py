@@ -106,6 +106,13 @@ def test_the_contract_of_the_json_report(crashed):
     json.dumps(values, allow_nan=False)
 
 
+def test_the_newest_checkpoint_is_found_by_number(crashed):
+    for name in ("step-99999999", "step-100000000"):
+        (crashed / "checkpoints" / name).mkdir()
+        (crashed / "checkpoints" / name / "manifest.json").write_text("{}")
+    assert build_report(crashed).checkpoint_dir == str(crashed / "checkpoints" / "step-100000000")
+
+
 def test_the_curve_keeps_the_last_attempt_of_each_step(crashed):
     curve = build_report(crashed).losses
     assert [(point.step, point.value) for point in curve] == [
