@@ -58,9 +58,7 @@ def verdict(end: RankEnd, step: int) -> tuple[str, Action]:
     return incident.failure_class, decide(incident, [], ResilienceSection(), shells_alive=True).action
 
 
-def test_gradients_that_stay_infinite_stop_the_run_and_leave_the_last_good_state(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_gradients_that_stay_infinite_stop_the_run(server: ForkServer, tmp_path: Path) -> None:
     """deepspeedai/DeepSpeed#1773, ymcui/Chinese-LLaMA-Alpaca#534: named, and not begun again for ever."""
     run_dir = start(tmp_path, ("lr: 1e-3", "lr: 1e38"))
     end = run_one_rank(server, run_dir)
