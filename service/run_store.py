@@ -5,6 +5,7 @@ report.html  loss.png
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -97,6 +98,7 @@ def create_run(spec: JobSpec, run_dir: Path) -> RunState:
         ) from None
     for name in ("control", "ledger", "logs", "checkpoints"):
         (run_dir / name).mkdir()
+    _lock_file(run_dir).touch()
     write_atomically(run_dir / "spec.json", resolved_json(spec))
     state = RunState(run_dir.name, RUNNING, time.time()).driven_by_me()
     write_state(run_dir, state)
@@ -172,6 +174,62 @@ def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
 def stop_request(run_dir: Path) -> Path:
     """The file whose presence asks the driver to stop the run."""
     return run_dir / "control" / "stop"
+
+
+@contextlib.contextmanager
+def sole_driver(run_dir: Path, wait_s: float = 60.0) -> Iterator[None]:
+    """Be the only driver of a run for the length of a with-block; the kernel frees the place of a dead one.
+
+    A driver whose run has ended may still be closing its books: it is waited for.
+
+    Args:
+        run_dir: the run's folder.
+        wait_s: limit of the wait.
+
+    Raises:
+        SpecError: another process drives the run.
+    """
+    deadline = time.monotonic() + wait_s
+    with _lock_file(run_dir).open("a") as file:
+        while True:
+            if _is_locked_for_me(file.fileno()):
+                break
+            refuse_driven(run_dir)
+            if time.monotonic() > deadline:
+                raise SpecError(
+                    f"run {run_dir.name} is held by another process, which has been starting it or closing "
+                    f"its books for {wait_s:g} s: a second `packtrain resume`? Look with packtrain status"
+                )
+            time.sleep(0.1)
+        yield
+
+
+def refuse_driven(run_dir: Path) -> None:
+    """Refuse a run whose state names a living driver.
+
+    Raises:
+        SpecError: it does.
+    """
+    state = read_state(run_dir)
+    if state.status == RUNNING and state.is_driver_alive(run_dir):
+        raise SpecError(
+            f"run {run_dir.name} is being driven by process {state.driver_pid} on {state.driver_host}; "
+            f"end that first: packtrain stop {run_dir.name}"
+        )
+
+
+def _lock_file(run_dir: Path) -> Path:
+    return run_dir / "control" / "driver.lock"
+
+
+def _is_locked_for_me(handle: int) -> bool:
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True  # a file system without locks: the state and the lease must do
+    return True
 
 
 def touch_lease(run_dir: Path) -> None:

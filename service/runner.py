@@ -23,6 +23,8 @@ from service.run_store import (
     last_step,
     read_spec,
     read_state,
+    refuse_driven,
+    sole_driver,
     stop_request,
     touch_lease,
     write_atomically,
@@ -84,7 +86,8 @@ def start_run(spec: JobSpec, run_dir: Path, options: RunOptions, say: Say) -> in
     _connect(spec, run_dir, options, resume=False)
     state = create_run(spec, run_dir)
     LedgerWriter(run_dir / "ledger" / "driver.jsonl").write("run_created", run_id=state.run_id)
-    return _drive(spec, run_dir, _with_data(state, prepared), options, say)
+    with sole_driver(run_dir):
+        return _drive(spec, run_dir, _with_data(state, prepared), options, say)
 
 
 def resume_run(run_dir: Path, overrides: Sequence[str], options: RunOptions, say: Say) -> int:
@@ -93,6 +96,11 @@ def resume_run(run_dir: Path, overrides: Sequence[str], options: RunOptions, say
     Raises:
         SpecError: the run is finished or being driven, or the overrides change what it may not.
     """
+    with sole_driver(run_dir):
+        return _go_on(run_dir, overrides, options, say)
+
+
+def _go_on(run_dir: Path, overrides: Sequence[str], options: RunOptions, say: Say) -> int:
     state, old = read_state(run_dir), read_spec(run_dir)
     spec = load_spec(run_dir / "spec.json", overrides)
     refusal = compare_for_resume(old, spec).refusal()
@@ -104,11 +112,7 @@ def resume_run(run_dir: Path, overrides: Sequence[str], options: RunOptions, say
             f"run {run_dir.name} is FINISHED at step {step} of train.steps={spec.train.steps}: nothing is "
             f"left to do; train further with --set train.steps=N"
         )
-    if state.status == RUNNING and state.is_driver_alive(run_dir):
-        raise SpecError(
-            f"run {run_dir.name} is being driven by process {state.driver_pid} on {state.driver_host}; "
-            f"end that first: packtrain stop {run_dir.name}"
-        )
+    refuse_driven(run_dir)  # where the file system has no locks, or the driver is on another host
     for change in compare_for_resume(old, spec).announced:
         say(f"changed: {change}")
     for line in filter(None, [announce_lr(old, spec, step)]):

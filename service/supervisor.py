@@ -84,6 +84,7 @@ class Supervisor:
         self._say = say
         self._watch = watch
         self._ledger = LedgerWriter(run_dir / "ledger" / "supervisor.jsonl")
+        self._state = read_state(run_dir)
         self._token = secrets.token_hex(8)
         self._signals: list[int] = []
         self._stop_asked_at: float | None = None
@@ -104,7 +105,7 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
         self._ledger.write("run_ended", status=end.status)
-        write_state(self.run_dir, replace(read_state(self.run_dir), status=end.status, error=end.error))
+        self._keep(replace(self._state, status=end.status, error=end.error))
         return end
 
     def processes(self) -> dict[int, dict[str, Any]]:
@@ -116,16 +117,23 @@ class Supervisor:
         """Write an event of the driver's own to the ledger."""
         self._ledger.write(kind, **fields)
 
+    def _keep(self, state: RunState) -> None:
+        """Replace run.json; a disk that is full ends no run: the ledger and this process know the same."""
+        self._state = state
+        try:
+            write_state(self.run_dir, state)
+        except OSError as error:
+            self._say(f"{self.run_dir / 'run.json'} could not be replaced: {error}")
+
     def _attempts(self, coordinator_name: str) -> RunEnd:
         while True:
             limit_s = self._spec.resilience.wait_for_nodes_s
             if not wait_until_fits(self._spec, limit_s, self._gives_up_waiting):
                 return self._end_without_nodes()
-            state = read_state(self.run_dir)
-            attempt = state.attempts
-            write_state(self.run_dir, replace(state, attempts=attempt + 1))
+            attempt = self._state.attempts
+            self._keep(replace(self._state, attempts=attempt + 1))
             self._ledger.write("attempt_started", attempt=attempt, world_size=self._spec.world_size)
-            failure, outcome = self._one_attempt(state, attempt, coordinator_name)
+            failure, outcome = self._one_attempt(attempt, coordinator_name)
             self._ledger.write(
                 "attempt_ended",
                 attempt=attempt,
@@ -137,12 +145,10 @@ class Supervisor:
                 return end
             release_placement_groups()
 
-    def _one_attempt(
-        self, state: RunState, attempt: int, name: str
-    ) -> tuple[FitFailure | None, AttemptOutcome]:
+    def _one_attempt(self, attempt: int, name: str) -> tuple[FitFailure | None, AttemptOutcome]:
         config = ShellConfig(
             run_dir=str(self.run_dir),
-            data_dir=state.data_dir,
+            data_dir=self._state.data_dir,
             attempt=attempt,
             coordinator=name,
             namespace="packtrain",
