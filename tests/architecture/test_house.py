@@ -80,6 +80,12 @@ def test_documents_name_only_files_that_exist():
         assert not missing, f"{path.name}: {missing}"
 
 
+def test_documents_name_only_tests_that_exist():
+    for path in MARKDOWN:
+        for file, name in re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", path.read_text()):
+            assert f"def {name}(" in (ROOT / file).read_text(), f"{path.name}: {file}::{name}"
+
+
 def test_the_architecture_names_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = [init.parent for floor in FLOORS for init in (ROOT / floor).glob("*/__init__.py")]

@@ -108,6 +108,23 @@ def test_resumed_on_fewer_ranks_the_loss_goes_on(tmp_path: Path, caplog: pytest.
     assert rest[0]["losses"] == pytest.approx(whole[0]["losses"][4:], abs=1e-5)
 
 
+def save_as_a_gpu_rank(groups: Groups) -> None:
+    real = checkpoint_hook.rng_state
+
+    def longer(device: torch.device) -> torch.Tensor:
+        return torch.cat((real(device), torch.zeros(16, dtype=torch.uint8)))
+
+    checkpoint_hook.rng_state = longer
+
+
+def test_random_states_of_another_kind_of_device_are_left_alone(tmp_path: Path) -> None:
+    whole = run_ranks(train, 1, tmp_path, str(tmp_path / "whole"), 4, {})[0]
+    run_ranks(train, 1, tmp_path, str(tmp_path / "cut"), 2, {"name": "a", "break": save_as_a_gpu_rank})
+    rest = run_ranks(train, 1, tmp_path, str(tmp_path / "cut"), 4, {"name": "b"})[0]
+    assert rest["losses"] == whole["losses"][2:]
+    assert rest["draws"] == whole["draws"][:2], "the stream that this rank began is gone on with"
+
+
 def corrupt_shard(folder: Path, step: int, rank: int, world_size: int) -> None:
     path = folder / folder_name(step) / shard_name(rank, world_size)
     data = bytearray(path.read_bytes())
