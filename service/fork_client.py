@@ -11,12 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from service.rank_process import RankRequest
+
+RANK_END_LIMIT_S = 30.0
+"""How long a killed rank may take to give back its memory and its devices."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class ForkServer:
         return messages
 
     def close(self) -> None:
-        """End the server and its rank."""
+        """End the server and its rank; returns when both are gone, so that no later rank meets this one."""
         self._drop_channel()
         self._selector.close()
         self._control.close()
@@ -119,6 +125,8 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self.rank_pid is not None:
+            _wait_until_gone(self.rank_pid)
 
     def _is_exit_pending(self) -> bool:
         with contextlib.suppress(OSError):
@@ -163,3 +171,12 @@ class ForkServer:
             self._buffers.pop(self._channel, None)
             self._channel.close()
             self._channel = None
+
+
+def _wait_until_gone(pid: int) -> None:
+    """Until a process that is no child of ours has ended (reaped or not), within RANK_END_LIMIT_S."""
+    deadline = time.monotonic() + RANK_END_LIMIT_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            time.sleep(0.02)

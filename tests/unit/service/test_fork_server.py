@@ -86,7 +86,7 @@ def test_closing_the_shell_side_ends_server_and_rank(tmp_path: Path) -> None:
     server.fork(hanging(tmp_path))
     forked, _ = wait_for(server, "forked")
     server.close()
-    assert_gone(forked.fields["pid"])
+    assert_gone(forked.fields["pid"], within_s=0.0)  # close waits for it
 
 
 def test_a_killed_rank_is_reported_with_its_signal(server: ForkServer, tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def hanging(tmp_path: Path) -> RankRequest:
     return request_for(tmp_path, 1)
 
 
-def assert_gone(pid: int) -> None:
-    deadline = time.monotonic() + 5
+def assert_gone(pid: int, within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"process {pid} still lives"
         time.sleep(0.02)
