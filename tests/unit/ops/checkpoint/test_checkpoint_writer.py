@@ -269,6 +269,17 @@ def test_pieces_that_do_not_tile_are_not_committed(tmp_path: Path) -> None:
     assert list_steps(tmp_path) == []
 
 
+def test_a_piece_written_twice_does_not_hide_a_hole_of_its_size(tmp_path: Path) -> None:
+    """Rows 0, 1 and 1, 2 of four: as many elements as the tensor has, and row 3 is nowhere."""
+    events = Events()
+    writer = AsyncWriter(tmp_path, identity(), Peers(), events)
+    rows = torch.zeros(2, 4)
+    writer.save([Chunk("model/w", (4, 4), (first, 0), rows, is_writer=True) for first in (0, 1)], Progress(5))
+    assert not writer.wait(20)
+    assert "[0, 0] of [2, 4] and at [1, 0] of [2, 4] overlap" in events.of("checkpoint_failed")[0]["error"]
+    assert list_steps(tmp_path) == []
+
+
 def test_an_event_sink_that_raises_does_not_stop_a_save(tmp_path: Path) -> None:
     def broken(kind: str, fields: dict[str, object]) -> None:
         raise OSError(errno.ENOSPC, "ledger")
