@@ -11,6 +11,7 @@ from jobs.spec.job import JobSpec
 from jobs.spec.load import load_spec, resolved_json
 from ops.ledger import LedgerWriter
 from service.env import environment, is_inside_ray_job
+from service.lasting_output import lasting_output
 from service.origin import find_source_root
 from service.preflight import ClusterFacts, check_before_start
 from service.progress import ProgressView
@@ -86,7 +87,7 @@ def start_run(spec: JobSpec, run_dir: Path, options: RunOptions, say: Say) -> in
     _connect(spec, run_dir, options, resume=False)
     state = create_run(spec, run_dir)
     LedgerWriter(run_dir / "ledger" / "driver.jsonl").write("run_created", run_id=state.run_id)
-    with sole_driver(run_dir):
+    with sole_driver(run_dir), lasting_output():
         return _drive(spec, run_dir, _with_data(state, prepared), options, say)
 
 
@@ -125,7 +126,8 @@ def _go_on(run_dir: Path, overrides: Sequence[str], options: RunOptions, say: Sa
     _connect(spec, run_dir, options, resume=True)
     write_atomically(run_dir / "spec.json", resolved_json(spec))
     stop_request(run_dir).unlink(missing_ok=True)  # the old one, before a new one can be made
-    return _drive(spec, run_dir, _with_data(state, prepared), options, say)
+    with lasting_output():
+        return _drive(spec, run_dir, _with_data(state, prepared), options, say)
 
 
 def _with_data(state: RunState, prepared: PreparedData) -> RunState:
