@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from service import runner
+from service.lasting_output import LastingStream
+from tests.support.commands import command
+
 ROOT = Path(__file__).resolve().parents[3]
 TALK = """
 import logging, sys, typer
@@ -74,3 +80,31 @@ def test_without_it_a_dead_pipe_ends_the_process() -> None:
     )
     os.close(writing)
     assert done.returncode != 0
+
+
+SPEC = """\
+model: {preset: tiny}
+data: {seq_len: 64, sources: [{kind: text, path: corpus.txt}]}
+optim: {lr: 3e-4}
+train: {steps: 10, global_batch_size: 4, micro_batch_size: 2}
+run: {name: one, storage: runs}
+"""
+
+
+def test_runs_and_resumed_runs_print_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def drive(*_: object) -> int:
+        seen.append((type(sys.stdout), type(sys.stderr)))
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_connect", lambda *_, **__: None)
+    monkeypatch.setattr(runner, "_drive", drive)
+    (tmp_path / "corpus.txt").write_text("hello world. " * 2000)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    assert command("run", "spec.yaml").code == 0
+    state = tmp_path / "runs" / "one" / "run.json"
+    state.write_text(state.read_text().replace("RUNNING", "STOPPED"))
+    assert command("resume", "one").code == 0
+    assert seen == [(LastingStream, LastingStream)] * 2
