@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from jobs.errors import PacktrainError, SpecError
 from jobs.spec.job import JobSpec
-from service.env import get_env, is_inside_ray_job, prepare_ray_environment
+from service.env import get_env, is_inside_ray_job, prepare_embedded_cluster, prepare_ray_environment
 
 
 class ClusterError(PacktrainError):
@@ -62,6 +62,7 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
         except (RuntimeError, ConnectionError, ValueError) as error:
             raise connection_error(address, error) from error
         return address
+    prepare_embedded_cluster()
     ray.init(
         address="local",
         num_cpus=embedded_cpus(spec, os.cpu_count() or 1),

@@ -143,6 +143,8 @@ class Coordinator:
 
     async def join(self, attempt: int, shell: ShellInfo) -> None:
         """A shell is ready to fork. The last one to come starts the first generation."""
+        async with self._changed:  # begin_attempt may still be on its way
+            await self._changed.wait_for(lambda: attempt <= self._attempt.number)
         if attempt != self._attempt.number:
             return
         shells = self._attempt.shells

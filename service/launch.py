@@ -9,7 +9,6 @@ from typing import Any
 import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 
 from jobs.spec.job import JobSpec
 from service.worker import ShellBackend, ShellConfig, shell_main
@@ -28,6 +27,9 @@ class FitFailure:
 
 def run_attempt(spec: JobSpec, config: ShellConfig, run_dir: Path) -> FitFailure | None:
     """Run one attempt to its end; None when every shell returned. Blocks; safe in a thread of its own."""
+    # It imports torch, which takes seconds: here, so that the coordinator's process starts meanwhile.
+    from ray.train.torch import TorchTrainer
+
     needs = spec.resources
     gpus = {"GPU": float(needs.gpus_per_worker)} if needs.gpus_per_worker else {}
     trainer = TorchTrainer(

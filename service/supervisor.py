@@ -92,9 +92,11 @@ class Supervisor:
         self._coordinator: Any = None
 
     def run(self) -> RunEnd:
-        """Attempts until the run has ended. Main thread: it takes SIGINT and SIGTERM meanwhile."""
+        """Attempts until the run has ended. Main thread: it takes SIGINT, SIGTERM and SIGHUP meanwhile."""
         before = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN  # nohup: a closed terminal is no reason to stop
         }
         write_atomically(self.run_dir / "control" / "token", self._token)
         name = f"coordinator-{self.run_dir.name}-{self._token}"
@@ -156,7 +158,7 @@ class Supervisor:
             code_dir=self._code_dir,
             token=self._token,
         )
-        ray.get(self._coordinator.begin_attempt.remote(attempt, self._spec.world_size))
+        begun = self._coordinator.begin_attempt.remote(attempt, self._spec.world_size)
         ended: list[FitFailure | None] = []
         fit = threading.Thread(
             target=lambda: ended.append(run_attempt(self._spec, config, self.run_dir)),
@@ -164,6 +166,7 @@ class Supervisor:
             daemon=True,
         )
         fit.start()
+        ray.get(begun)
         while fit.is_alive():
             fit.join(POLL_S)
             touch_lease(self.run_dir)
