@@ -22,6 +22,7 @@ from jobs.errors import SpecError
 from jobs.spec.job import JobSpec
 from jobs.spec.load import resolved_json, spec_from_json
 from jobs.spec.yaml_tree import read_text
+from ops.durable import write_atomically
 
 LEASE_S = 60.0
 """A driver on another host that has not touched its lease for so long counts as dead."""
@@ -136,16 +137,6 @@ def read_state(run_dir: Path) -> RunState:
 def write_state(run_dir: Path, state: RunState) -> None:
     """Replace the state file; a reader sees the old or the new one, never half of one."""
     write_atomically(run_dir / "run.json", json.dumps(asdict(state), indent=2))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def iter_runs(storage: Path) -> Iterator[Path]:

@@ -9,6 +9,7 @@ from jobs.errors import SpecError
 from jobs.spec.compare import announce_lr, compare_for_resume
 from jobs.spec.job import JobSpec
 from jobs.spec.load import load_spec, resolved_json
+from ops.durable import write_atomically
 from ops.ledger import LedgerWriter
 from service.env import environment, is_inside_ray_job
 from service.lasting_output import lasting_output
@@ -28,7 +29,6 @@ from service.run_store import (
     sole_driver,
     stop_request,
     touch_lease,
-    write_atomically,
     write_state,
 )
 from service.tracking_feed import TrackingFeed

@@ -24,6 +24,7 @@ import ray
 from jobs.engines.preload import preload_modules
 from jobs.spec.job import JobSpec
 from ops.decision import Action
+from ops.durable import write_atomically
 from ops.incident import FailureClass, Incident
 from ops.ledger import LedgerWriter
 from service.cluster import capacity, release_placement_groups, wait_until_fits
@@ -40,7 +41,6 @@ from service.run_store import (
     read_state,
     stop_request,
     touch_lease,
-    write_atomically,
     write_state,
 )
 from service.worker import ShellConfig

@@ -11,7 +11,6 @@ import torch
 
 from jobs.errors import CheckpointError
 from jobs.events import Progress
-from ops.checkpoint.durable import fsync_folder, write_atomically
 from ops.checkpoint.layout import MANIFEST
 from ops.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -23,6 +22,7 @@ from ops.checkpoint.manifest import (
     check,
 )
 from ops.checkpoint.shard import check_size
+from ops.durable import fsync_folder, write_atomically
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Global shape and element type by logical name."""

@@ -44,7 +44,6 @@ from jobs.errors import CheckpointError
 from jobs.events import Progress
 from jobs.state import Chunk
 from ops.checkpoint.commit import commit_manifest
-from ops.checkpoint.durable import remove_checkpoint
 from ops.checkpoint.layout import shard_name
 from ops.checkpoint.manifest import (
     DTYPES,
@@ -54,6 +53,7 @@ from ops.checkpoint.manifest import (
     Manifest,
     ShardEntry,
 )
+from ops.checkpoint.removal import remove_checkpoint
 from ops.checkpoint.shard import Piece, expect_crc, plan_shard, read_exactly, views_of, write_shard
 
 ChunkDict = dict[str, list[Chunk]]

@@ -30,12 +30,12 @@ from jobs.spec.compare import model_fingerprint
 from jobs.spec.hf_config import read_hf_config
 from jobs.spec.model import ModelSpec
 from jobs.state import Chunk
-from ops.checkpoint.durable import fsync_folder, write_atomically
 from ops.checkpoint.fingerprint import check_fingerprint, differing_keys
 from ops.checkpoint.layout import folder_name
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.reader import CheckpointRef, listed, load_into
 from ops.checkpoint.writer import AsyncWriter, Peers
+from ops.durable import fsync_folder, write_atomically
 
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

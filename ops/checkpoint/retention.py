@@ -6,8 +6,8 @@ The plan is pure; applying it removes folders that are ours by name and nothing 
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ops.checkpoint.durable import remove_checkpoint
 from ops.checkpoint.layout import committed_steps, folder_name, list_steps
+from ops.checkpoint.removal import remove_checkpoint
 
 
 def plan_retention(

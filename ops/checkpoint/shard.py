@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from jobs.errors import CheckpointError
-from ops.checkpoint.durable import write_all
 from ops.checkpoint.manifest import DTYPE_NAMES, ChunkEntry, CorruptCheckpointError, ShardEntry
+from ops.durable import write_all
 
 _SLICE_BYTES = 8 << 20
 """Checksummed and written in such portions, so that other threads get the interpreter in between."""

@@ -25,12 +25,13 @@ from jobs.errors import CheckpointError
 from jobs.events import Progress
 from jobs.state import Chunk
 from ops.checkpoint.commit import commit_manifest
-from ops.checkpoint.durable import describe_os_error, remove_checkpoint
 from ops.checkpoint.layout import folder_name, is_committed, shard_name
 from ops.checkpoint.manifest import DTYPE_NAMES, DTYPES, Identity, Manifest, ShardEntry
+from ops.checkpoint.removal import remove_checkpoint
 from ops.checkpoint.rendezvous import COMMITTED, Rendezvous
 from ops.checkpoint.shard import write_shard
 from ops.checkpoint.staging import ExtraTensors, Staging
+from ops.durable import describe_os_error
 
 _log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from jobs.events import Progress
 from jobs.state import Chunk
 from ops.checkpoint import shard as shard_module
 from ops.checkpoint import writer as writer_module
-from ops.checkpoint.durable import describe_os_error, remove_checkpoint, write_all
 from ops.checkpoint.layout import committed_steps, folder_name, is_committed, list_steps, shard_name
 from ops.checkpoint.reader import find_newest, load_into, read_tensor
+from ops.checkpoint.removal import remove_checkpoint
 from ops.checkpoint.staging import Staging
 from ops.checkpoint.writer import AsyncWriter, Limits, Peers
+from ops.durable import write_all
 from tests.support.checkpoints import Events, assert_equal, empty_like, identity, make_state, save, whole
 
 
@@ -207,25 +208,6 @@ def test_a_file_size_limit_is_an_event(tmp_path: Path) -> None:
     assert list_steps(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (errno.EDQUOT, "quota"),
-        (errno.ENOSPC, "no space"),
-        (errno.EROFS, "read-only"),
-        (errno.EACCES, "permission"),
-        (errno.EIO, "input/output"),
-        (errno.ESTALE, "stale"),
-    ],
-)
-def test_causes_are_told_apart(code: int, words: str) -> None:
-    # open-mmlab/mmdetection#12069: a quota is not a full disk.
-    text = describe_os_error(OSError(code, "x"))
-    assert words in text
-    assert f"errno {code}" in text
-    assert ("no space" in text) == (code == errno.ENOSPC)
-
-
 def test_a_quota_met_by_the_write_call_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int, data: memoryview) -> None:
         write_all(handle, data[:10])
@@ -341,7 +323,7 @@ def test_removal_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.Mo
     def killed(*args: object, **kwargs: object) -> None:
         raise OSError(errno.EIO, "killed here")
 
-    monkeypatch.setattr("ops.checkpoint.durable.shutil.rmtree", killed)
+    monkeypatch.setattr("ops.checkpoint.removal.shutil.rmtree", killed)
     with pytest.raises(OSError, match="killed here"):
         remove_checkpoint(path)
     assert not is_committed(path)

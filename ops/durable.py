@@ -1,14 +1,12 @@
-"""Writing that survives a crash: fsync of files and folders, atomic replacement, removal in the safe order.
+"""Writing that survives a crash: fsync of files and folders, atomic replacement; OSErrors in plain words.
 
-Knows files, not checkpoints' contents. Meant for POSIX file systems that all ranks see.
+Meant for POSIX file systems that all ranks see. Knows nothing of what is written.
 """
 
+import contextlib
 import errno
 import os
-import shutil
 from pathlib import Path
-
-from ops.checkpoint.layout import MANIFEST
 
 _CAUSES = {
     errno.ENOSPC: "no space left on the file system",
@@ -51,36 +49,25 @@ def write_all(handle: int, data: memoryview) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Put a file in place so that after a crash it is there whole or not at all.
+    """Put a file in place of an older one, if any, so that after a crash either is there whole.
+
+    Returns when the new one is durable, its name included. Processes that write the same file at once do
+    not disturb each other: the last one stays.
 
     Raises:
-        OSError: nothing was put in place.
+        OSError: nothing was put in place, or it is in place and may not outlive a power cut.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_all(handle, memoryview(text.encode()))
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    temporary.rename(path)
-    fsync_folder(path.parent)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint folder, its manifest first.
-
-    Killed half-way, what is left is an unfinished save and never a committed one with holes. A missing
-    folder is no error.
-
-    Raises:
-        OSError: something could not be removed.
-    """
-    if not path.is_dir():
-        return
-    manifest = path / MANIFEST
-    if manifest.exists():
-        manifest.unlink()
-        fsync_folder(path)
-    shutil.rmtree(path, ignore_errors=False)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            write_all(handle, memoryview(text.encode()))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # half a file on a full disk would only take room
+            temporary.unlink()
+        raise
     fsync_folder(path.parent)
