@@ -73,6 +73,17 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
     return "local"
 
 
+def is_embedded(address: str | None) -> bool:
+    """Whether `connect` starts a cluster of this process' own for this address."""
+    return not (address or get_env("RAY_ADDRESS"))
+
+
+def restart_embedded(spec: JobSpec, code_dir: Path) -> None:
+    """End what is left of this process' own cluster and start another."""
+    ray.shutdown()
+    connect(spec, None, code_dir)
+
+
 def embedded_cpus(spec: JobSpec, n_cores: int) -> int:
     """Logical CPUs of an embedded cluster: as many as the workers want, within reason.
 
@@ -131,6 +142,15 @@ def fits(spec: JobSpec, have: Capacity) -> bool:
     """The live nodes have the resources of all workers (free or not)."""
     workers, needs = spec.world_size, spec.resources
     return have.cpus >= workers * needs.cpus_per_worker and have.gpus >= workers * needs.gpus_per_worker
+
+
+def is_own_node_alive() -> bool:
+    """Ray still works on the node of this process; False also where Ray cannot be asked any more."""
+    try:
+        own = ray.get_runtime_context().get_node_id()
+        return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())
+    except Exception:
+        return False
 
 
 def release_placement_groups() -> int:

@@ -55,7 +55,7 @@ class ShellInfo:
 class AttemptOutcome:
     """How an attempt ended, as far as ranks and shells could tell."""
 
-    kind: Literal["running", "finished", "stopped", "restart", "failed"]
+    kind: Literal["running", "finished", "stopped", "failed"]
     error: str = ""
     incident: Incident | None = None
 
@@ -230,9 +230,9 @@ class Coordinator:
             await self._order(Order("kill", current.number))
             await self._start_next_when_reaped()
             return
-        kind: Literal["restart", "failed", "stopped"] = "restart" if action is Action.RESTART else "failed"
-        if self._is_stopping and action is not Action.STOP:
-            kind = "stopped"  # a restart could only save the newest checkpoint once more
+        # Where a stop was asked for, a restart could only save the newest checkpoint once more.
+        is_stop_enough = self._is_stopping and action is not Action.STOP
+        kind: Literal["failed", "stopped"] = "stopped" if is_stop_enough else "failed"
         self._close(AttemptOutcome(kind, f"{reason}\n{incident.evidence}", incident))
         await self._order(Order("end", current.number))
 

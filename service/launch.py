@@ -77,4 +77,5 @@ def coordinator_actor(run_dir: Path, spec: JobSpec, name: str) -> Iterator[Any]:
     try:
         yield actor
     finally:
-        ray.kill(actor)  # type: ignore[arg-type]
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # it, or Ray itself, may be gone
+            ray.kill(actor)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from ops.decision import Action
 from ops.durable import write_atomically
 from ops.incident import FailureClass, Incident
 from ops.ledger import LedgerWriter
-from service.cluster import capacity, release_placement_groups, wait_until_fits
+from service.cluster import capacity, is_own_node_alive, release_placement_groups, wait_until_fits
 from service.coordinator import AttemptOutcome
 from service.launch import FitFailure, coordinator_actor, run_attempt
 from service.run_store import (
@@ -46,6 +46,7 @@ from service.run_store import (
 from service.worker import ShellConfig
 
 POLL_S = 0.2
+SHELLS_END_LIMIT_S = 60.0
 NODE_DEATH_LIMIT_S = 15.0
 """How long Ray may take to call a node dead whose workers are already gone."""
 
@@ -68,6 +69,7 @@ class Supervisor:
         code_dir: str,
         say: Callable[[str], None],
         watch: Callable[["Supervisor"], None],
+        restart_ray: Callable[[], None] | None = None,
     ) -> None:
         """Nothing starts yet.
 
@@ -77,18 +79,22 @@ class Supervisor:
             code_dir: folder of jobs, ops, service on every node; empty where Ray ships the code.
             say: shows one line to the user.
             watch: called about five times a second while an attempt runs.
+            restart_ray: starts this driver's embedded cluster anew; None where the cluster is not its own.
         """
         self._spec = spec
         self.run_dir = run_dir
         self._code_dir = code_dir
         self._say = say
         self._watch = watch
+        self._restart_ray = restart_ray
         self._ledger = LedgerWriter(run_dir / "ledger" / "supervisor.jsonl")
         self._state = read_state(run_dir)
         self._token = secrets.token_hex(8)
         self._signals: list[int] = []
         self._stop_asked_at: float | None = None
         self._is_abandoned = False
+        self._is_watch_broken = False
+        self._fit: threading.Thread | None = None
         self._coordinator: Any = None
 
     def run(self) -> RunEnd:
@@ -99,10 +105,8 @@ class Supervisor:
             if signal.getsignal(number) is not signal.SIG_IGN  # nohup: a closed terminal is no reason to stop
         }
         write_atomically(self.run_dir / "control" / "token", self._token)
-        name = f"coordinator-{self.run_dir.name}-{self._token}"
         try:
-            with coordinator_actor(self.run_dir, self._spec, name) as self._coordinator:
-                end = self._attempts(name)
+            end = self._attempts_under_coordinators()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -126,6 +130,61 @@ class Supervisor:
             write_state(self.run_dir, state)
         except OSError as error:
             self._say(f"{self.run_dir / 'run.json'} could not be replaced: {error}")
+
+    def _attempts_under_coordinators(self) -> RunEnd:
+        """Attempts, with a new coordinator whenever it, or Ray on this node, is lost."""
+        n_lost = 0
+        while True:
+            name = f"coordinator-{self.run_dir.name}-{self._token}-{n_lost}"
+            try:
+                with coordinator_actor(self.run_dir, self._spec, name) as self._coordinator:
+                    return self._attempts(name)
+            except (ray.exceptions.RayError, ConnectionError) as error:
+                n_lost += 1
+                end = self._after_losing_ray(str(error), n_lost)
+                if end is not None:
+                    return end
+
+    def _after_losing_ray(self, evidence: str, n_lost: int) -> RunEnd | None:
+        """What follows when the coordinator died: with the shells' own end it is safe to begin again.
+
+        Ray itself is started anew where it is this driver's own; a joined cluster is somebody else's.
+        """
+        noticed_at = time.time()
+        is_node_alive = is_own_node_alive()
+        culprit = "coordinator" if is_node_alive else "Ray on the driver's node"
+        end: RunEnd | None = None
+        if self._is_stop_asked():
+            end = self._stopped("ended before it could save")
+        elif n_lost > self._spec.resilience.max_attempts:
+            end = RunEnd(FAILED, f"{culprit} was lost {n_lost} times: {evidence}")
+        elif not is_node_alive and self._restart_ray is None:
+            end = RunEnd(
+                FAILED,
+                f"{culprit} is gone: start it again, then packtrain resume {self.run_dir.name}\n{evidence}",
+            )
+        failure_class = FailureClass.WORKER_KILLED if is_node_alive else FailureClass.NODE_LOST
+        named: dict[str, Any] = {"class": failure_class.value}
+        self._ledger.write(
+            "incident",
+            **named,
+            culprit=culprit,
+            action=(Action.RESTART if end is None else Action.STOP).value,
+            reason=f"lost {n_lost} of {self._spec.resilience.max_attempts} times",
+            step=last_step(self.run_dir),
+            failed_at=last_sign_of_life(self.run_dir, noticed_at),
+            detected_at=noticed_at,
+            evidence=evidence[-4000:],
+            attempt=self._state.attempts - 1,
+        )
+        self._ledger.write("attempt_ended", attempt=self._state.attempts - 1, outcome="lost", error=culprit)
+        if end is None:
+            if not is_node_alive and self._restart_ray is not None:
+                self._restart_ray()
+            if self._fit is not None:  # the shells return when nobody gives them orders
+                self._fit.join(SHELLS_END_LIMIT_S)
+            release_placement_groups()
+        return end
 
     def _attempts(self, coordinator_name: str) -> RunEnd:
         while True:
@@ -166,14 +225,26 @@ class Supervisor:
             daemon=True,
         )
         fit.start()
+        self._fit = fit
         ray.get(begun)
         while fit.is_alive():
             fit.join(POLL_S)
             touch_lease(self.run_dir)
-            self._watch(self)
+            self._look()
             self._pass_on_stop()
         failure = ended[0] if ended else FitFailure("controller", "the thread that ran fit() died")
         return failure, ray.get(self._coordinator.outcome.remote())
+
+    def _look(self) -> None:
+        """Progress and drills: a fault of theirs is said once and ends nothing."""
+        try:
+            self._watch(self)
+        except ray.exceptions.RayError:
+            raise
+        except Exception as error:
+            if not self._is_watch_broken:
+                self._is_watch_broken = True
+                self._say(f"progress cannot be shown: {type(error).__name__}: {error}")
 
     def _next(self, failure: FitFailure | None, outcome: AttemptOutcome) -> RunEnd | None:
         match outcome.kind:
@@ -183,8 +254,6 @@ class Supervisor:
                 return self._stopped()
             case "failed":
                 return RunEnd(FAILED, outcome.error)
-            case "restart":
-                return None
         if self._is_stop_asked():
             return self._stopped("ended before it could save")
         incident = self._name_incident(
@@ -222,9 +291,12 @@ class Supervisor:
         )
 
     def _lost_nodes(self, nodes: dict[str, str], failure: FitFailure) -> list[str]:
-        """Addresses of the attempt's nodes that Ray calls dead; waits where the text hints at one."""
-        hints = "node" in failure.text.lower() or "Unavailable" in failure.text
-        deadline = time.monotonic() + (NODE_DEATH_LIMIT_S if hints and capacity().n_nodes > 1 else 0.0)
+        """Addresses of the attempt's nodes that Ray calls dead.
+
+        A raylet that reports the death of a worker is alive itself: then there is nothing to wait for.
+        """
+        may_be_node = "worker process has died" not in failure.text and capacity().n_nodes > 1
+        deadline = time.monotonic() + (NODE_DEATH_LIMIT_S if may_be_node else 0.0)
         while True:
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             lost = sorted(address for node_id, address in nodes.items() if node_id not in alive)
