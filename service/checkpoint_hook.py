@@ -3,13 +3,14 @@
     restore():  rank 0 names a checkpoint -> each rank verifies its share -> each rank loads -> go on
                           ^                              | trouble on any rank     |
                           +----- the next older one -----+-------------------------+
+                          | none left: an error where there was a committed one, else step 0
 
 Knows nothing of file formats. No Ray here.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from jobs.seeds import rng_state, set_rng_state
 from jobs.spec.job import CheckpointSection
 from jobs.state import Chunk
 from ops.checkpoint.fingerprint import check_fingerprint
-from ops.checkpoint.layout import folder_name, is_rng, rng_name
+from ops.checkpoint.layout import folder_name, is_committed, is_rng, rng_name, step_of
 from ops.checkpoint.manifest import CorruptCheckpointError, Identity, Manifest
 from ops.checkpoint.reader import (
     CheckpointRef,
@@ -38,6 +39,7 @@ from ops.checkpoint.reader import (
 )
 from ops.checkpoint.retention import apply_retention
 from ops.checkpoint.writer import AsyncWriter, Limits, Peers
+from ops.durable import describe_os_error
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,10 @@ Record = Callable[[str, dict[str, Any]], None]
 
 _TEXT_BYTES = 1024
 """What a rank may say of its trouble to the others."""
+_DECIDE_TIMEOUT_S = 30.0
+"""For all ranks to enter a save while training goes on."""
+_SETTLE_TIMEOUT_S = 30.0
+"""For older checkpoints to be removed at the end; the next run of the folder removes what is left."""
 
 
 class CheckpointHook:
@@ -73,7 +79,8 @@ class CheckpointHook:
         self._section, self._checkpoint_dir, self._rank = section, checkpoint_dir, peers.rank
         self._device = device
         limits = Limits(
-            commit_timeout_s=section.commit_timeout_s, decide_timeout_s=min(30.0, section.commit_timeout_s)
+            commit_timeout_s=section.commit_timeout_s,
+            decide_timeout_s=min(_DECIDE_TIMEOUT_S, section.commit_timeout_s),
         )
         self._writer = AsyncWriter(checkpoint_dir, identity, peers, record, limits, self._after_commit)
         self._is_due = False
@@ -99,15 +106,20 @@ class CheckpointHook:
         """Nothing."""
 
     def on_end(self, outcome: str, engine: Engine, progress: Progress) -> None:
-        """Save the last state, unless that is done, and wait for the commit. A failure is an event only."""
+        """Save the last state, unless that is done, and wait for the commit. A failure is an event only.
+
+        No later save makes up for this one, so a rank that is still busy with an earlier one is waited
+        for as long as a commit may take.
+        """
         timeout_s = self._section.commit_timeout_s
         is_saved = self._writer.wait(timeout_s) and self._last_step == progress.step
         if not is_saved and progress.step > 0:
-            self._save(engine, progress)
+            self._save(engine, progress, decide_timeout_s=timeout_s)
             self._writer.wait(timeout_s)
+        self._writer.settle(_SETTLE_TIMEOUT_S)
 
-    def _save(self, engine: Engine, progress: Progress) -> None:
-        start = self._writer.save(engine.chunks(), progress, self._extra())
+    def _save(self, engine: Engine, progress: Progress, decide_timeout_s: float | None = None) -> None:
+        start = self._writer.save(engine.chunks(), progress, self._extra(), decide_timeout_s=decide_timeout_s)
         self._is_due = start == "busy"
         if start == "started":
             self._last_step = progress.step
@@ -148,28 +160,31 @@ def restore(
         device: this rank's.
 
     Returns:
-        Where to go on; step 0 where there is no checkpoint and the engine is untouched.
+        Where to go on; step 0 where no save was ever finished, and the engine is untouched.
 
     Raises:
         CheckpointError: on all ranks. The newest whole checkpoint is of another model or has other tensors.
-        CorruptCheckpointError: on all ranks. Reading failed half-way and no older one is left.
+        CorruptCheckpointError: on all ranks. A save was finished and none can be read to its end: whether
+            to begin anew, over what is there, is the user's choice.
     """
     started = time.monotonic()
     chunks = engine.chunks()
-    half_loaded: list[str] = []
+    lost: list[str] = []
+    """On rank 0: the committed ones that were passed over, and why."""
 
     def skip(path: Path, reason: str) -> None:
         _log.warning("passed over %s: %s", path, reason)
         record("checkpoint_skipped", {"path": str(path), "reason": reason})
+        if step_of(path.name) is not None and _may_be_committed(path):
+            lost.append(f"{path.name}: {reason}")
 
     candidates = iter_candidates(checkpoint_dir, skip) if groups.rank == 0 else iter(())
-    while (step := _broadcast_step(next(candidates, None), groups)) is not None:
+    while (step := _broadcast_step(_next_of(candidates, lost), groups)) is not None:
         path = checkpoint_dir / folder_name(step)
         found, problems = _verify_together(path, groups)
         if found is not None and not problems:
             _refuse_misfits(found, chunks, fingerprint, groups)
             problems = _load_together(found, chunks, groups)
-            half_loaded += problems
         if found is not None and not problems:
             progress = found.manifest.progress
             engine.after_load(lr_of_step(progress.step))
@@ -180,11 +195,31 @@ def restore(
             return progress
         if groups.rank == 0:
             skip(path, "; ".join(problems))
-    if half_loaded:
+    reasons = _broadcast_text(listed(lost), groups)
+    if reasons:
         raise CorruptCheckpointError(
-            f"no checkpoint in {checkpoint_dir} could be read whole: {listed(half_loaded)}"
+            f"no checkpoint in {checkpoint_dir} can be read whole: {reasons}. Repair the storage or the "
+            f"folders named and resume; to go on without them, to step 0 where nothing else is left, "
+            f"remove them or move them elsewhere first."
         )
     return Progress()
+
+
+def _may_be_committed(path: Path) -> bool:
+    """A manifest is there, or cannot be looked for: only its certain absence says that a save was cut off."""
+    try:
+        return is_committed(path)
+    except OSError:
+        return True
+
+
+def _next_of(candidates: Iterator[CheckpointRef], lost: list[str]) -> CheckpointRef | None:
+    """The next one; a folder that cannot be listed has none, and is not taken for an empty one."""
+    try:
+        return next(candidates, None)
+    except OSError as error:
+        lost.append(f"the folder cannot be listed: {describe_os_error(error)}")
+        return None
 
 
 def _verify_together(path: Path, groups: Groups) -> tuple[CheckpointRef | None, list[str]]:
@@ -245,6 +280,18 @@ def _broadcast_step(candidate: CheckpointRef | None, groups: Groups) -> int | No
     step = torch.tensor([-1 if candidate is None else candidate.step], dtype=torch.int64)
     dist.broadcast(step, 0, group=groups.control)
     return None if step.item() < 0 else int(step.item())
+
+
+def _broadcast_text(text: str, groups: Groups) -> str:
+    """Rank 0's text on all ranks. Collective over groups.control."""
+    data = text.encode("ascii", "replace")
+    n_bytes = torch.tensor([len(data)], dtype=torch.int64)
+    dist.broadcast(n_bytes, 0, group=groups.control)
+    if not n_bytes.item():
+        return ""
+    row = torch.tensor(list(data.ljust(int(n_bytes.item()))), dtype=torch.uint8)
+    dist.broadcast(row, 0, group=groups.control)
+    return bytes(row.tolist()).decode("ascii")
 
 
 def _gather_troubles(own: str, groups: Groups) -> list[str]:

@@ -3,7 +3,8 @@
 A dead or stopped rank costs the others a bounded wait, is named, and leaves the store as usable as
 before; a collective that timed out would leave its process group broken. Knows nothing of files.
 
-    <key>/came/<rank>     "ready" or "busy": the rank has entered the save
+    <key>/came/<rank>     the rank has entered the save; gone again once it knows the decision
+    <key>/busy/<rank>     and is still at work on an earlier one
     <key>/decision        "go:", or "busy:" or "absent:" and why: whoever writes it first has decided
     <key>/folder          rank 0 has made a fresh folder; the value is its token
     <key>/shard/<rank>    {"entry": ...} or {"error": ...}
@@ -43,13 +44,15 @@ class Rendezvous:
 
     def decide(self, *, is_busy: bool, timeout_s: float) -> Decision:
         """All ranks come, or the save is off for all. Every rank must call it."""
-        self._store.set(f"{self._key}/came/{self._rank}", "busy" if is_busy else "ready")
+        self._store.set(f"{self._key}/came/{self._rank}", "1")
+        if is_busy:
+            self._store.set(f"{self._key}/busy/{self._rank}", "1")
+            self._store.add(f"{self._key}/n_busy", 1)
         self._store.add(f"{self._key}/n_came", 1)
         deadline = time.monotonic() + timeout_s
         if self._rank == 0:
             if poll(lambda: self._store.add(f"{self._key}/n_came", 0) == self._world_size, deadline):
-                busy = [r for r in range(self._world_size) if self._text(f"came/{r}") == "busy"]
-                wanted = f"busy:ranks {busy} are still writing an earlier save" if busy else "go:"
+                wanted = self._go_unless_busy()
             else:
                 wanted = self._who_came(timeout_s)
         elif poll(lambda: self._has("decision"), deadline):
@@ -57,6 +60,10 @@ class Rendezvous:
         else:
             wanted = self._who_came(timeout_s)
         decision = self._store.compare_set(f"{self._key}/decision", "", wanted).decode()
+        # The decision stays, for those that come late; what it was made from is not needed any more.
+        self._store.delete_key(f"{self._key}/came/{self._rank}")
+        if is_busy:
+            self._store.delete_key(f"{self._key}/busy/{self._rank}")
         # A decision read back equal may be somebody else's equal text: only one rank may speak of it.
         is_mine = decision == wanted and self._store.add(f"{self._key}/n_spoken", 1) == 1
         match decision.partition(":"):
@@ -100,11 +107,17 @@ class Rendezvous:
         self._store.set(f"{self._key}/outcome", outcome)
         for rank in range(self._world_size):
             self._store.delete_key(f"{self._key}/shard/{rank}")
-            self._store.delete_key(f"{self._key}/came/{rank}")
 
     def outcome(self, deadline: float) -> str | None:
         """How the save ended; None where the time is over first."""
         return self._text("outcome") if poll(lambda: self._has("outcome"), deadline) else None
+
+    def _go_unless_busy(self) -> str:
+        """Training waits for this: no look at each rank unless one of them is busy."""
+        if self._store.add(f"{self._key}/n_busy", 0) == 0:
+            return "go:"
+        busy = [rank for rank in range(self._world_size) if self._has(f"busy/{rank}")]
+        return f"busy:ranks {busy} are still writing an earlier save"
 
     def _who_came(self, timeout_s: float) -> str:
         came = [rank for rank in range(self._world_size) if self._has(f"came/{rank}")]

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +41,6 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 Called from the training thread and from the writer thread. What concerns a save as a whole comes from
 rank 0, or from the rank that found rank 0 missing.
 """
-
 
 SaveStart = Literal["started", "busy", "refused"]
 """What became of the wish to save."""
@@ -76,9 +75,12 @@ class _Save:
     progress: Progress
     path: Path
     meeting: Rendezvous
-    deadline: float
+    deadline: float = 0.0
+    """Monotonic seconds; known once the copy begins."""
     copy_error: str | None = None
     thread: threading.Thread | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+    """This rank has no more part in the save; on rank 0 that is its end. Removing older ones comes after."""
     is_committed: bool = False
     was_called_stuck: bool = False
 
@@ -103,7 +105,8 @@ class AsyncWriter:
             peers: this rank and the store that all ranks share.
             on_event: takes what happened; should return at once.
             limits: how long a save may take.
-            after_commit: called on rank 0 in the writer thread (retention).
+            after_commit: called on rank 0 in the writer thread once all ranks can know of the commit
+                (retention). It may be slow: nobody waits for it except in `settle`, and two never overlap.
         """
         self._checkpoint_dir, self._identity, self._limits = checkpoint_dir, identity, limits
         self._rank, self._world_size = peers.rank, peers.world_size
@@ -113,11 +116,12 @@ class AsyncWriter:
         self._n_tries: dict[int, int] = {}
         self._last: _Save | None = None
         self._told_busy_of: _Save | None = None
+        self._after_commit_lock = threading.Lock()
 
     @property
     def is_pending(self) -> bool:
-        """This rank's thread is still at work on a save."""
-        return self._last is not None and self._last.thread is not None and self._last.thread.is_alive()
+        """This rank is still at work on a save."""
+        return self._last is not None and not self._last.is_over.is_set()
 
     def prepare(self, chunks: Sequence[Chunk], extra_tensors: ExtraTensors | None = None) -> None:
         """Allocate the host buffer ahead, so that the first save blocks no longer than the others. Local."""
@@ -129,17 +133,23 @@ class AsyncWriter:
             )
 
     def save(
-        self, chunks: Sequence[Chunk], progress: Progress, extra_tensors: ExtraTensors | None = None
+        self,
+        chunks: Sequence[Chunk],
+        progress: Progress,
+        extra_tensors: ExtraTensors | None = None,
+        *,
+        decide_timeout_s: float | None = None,
     ) -> SaveStart:
         """Start a save of the state as it is now. Every rank must call it after the same step.
 
-        Blocks until all ranks have come (they are in step anyway; at most limits.decide_timeout_s) and
-        this rank's chunks are copied.
+        Blocks until all ranks have come, which are in step anyway, and this rank's chunks are copied.
 
         Args:
             chunks: this rank's state; those with is_writer are written.
             progress: where training is.
             extra_tensors: written by this rank only: `rng/rank-00000`.
+            decide_timeout_s: limit of the wait for the other ranks, equal on all; None takes the one of
+                the limits.
 
         Returns:
             The same on all ranks. "started"; "busy": some rank is still at work on an earlier save, ask
@@ -151,27 +161,31 @@ class AsyncWriter:
         path = self._checkpoint_dir / folder_name(progress.step)
         key = f"{progress.step}.{n_tries}"
         meeting = Rendezvous(self._store, key, self._rank, self._world_size)
-        save = _Save(progress, path, meeting, started + self._limits.commit_timeout_s)
+        save = _Save(progress, path, meeting)
         try:
-            start = self._decide(save)
+            start = self._decide(save, decide_timeout_s or self._limits.decide_timeout_s)
         except Exception as error:  # the store is gone: so is rank 0; its end is somebody else's to report
             self._fail(save, f"rank {self._rank} cannot reach the other ranks: {_text(error)}")
             return "refused"
         if start == "started":
+            save.deadline = time.monotonic() + self._limits.commit_timeout_s
             try:
                 self._staging.copy(chunks, extra_tensors or {})
             except Exception as error:  # the thread tells rank 0, so that all ranks give this save up
                 save.copy_error = f"rank {self._rank} could not copy its state to the host: {_text(error)}"
-            save.thread = threading.Thread(target=self._run, args=(save,), name=f"save-{key}", daemon=True)
-            save.thread.start()
             self._last = save
+            save.thread = threading.Thread(target=self._run, args=(save,), name=f"save-{key}", daemon=True)
+            try:
+                save.thread.start()
+            except RuntimeError as error:  # a limit on threads or memory
+                self._give_up(save, f"rank {self._rank} could not start its writer thread: {error}")
         blocked_s = time.monotonic() - started
         if self._rank == 0 and (start == "started" or blocked_s > 1):
             self._emit("checkpoint_blocked", step=progress.step, blocked_s=blocked_s)
         return start
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the last save has ended, on any rank.
+        """Wait until the last save has ended, on any rank. Removing older checkpoints is not waited for.
 
         Returns:
             It was committed. True where there was none.
@@ -180,9 +194,7 @@ class AsyncWriter:
         if save is None:
             return True
         deadline = time.monotonic() + timeout_s
-        assert save.thread is not None
-        save.thread.join(timeout_s)
-        if save.thread.is_alive():
+        if not save.is_over.wait(timeout_s):
             self._call_stuck(save)
             return False
         if self._rank == 0 or save.is_committed:
@@ -194,11 +206,16 @@ class AsyncWriter:
         save.is_committed = outcome == COMMITTED
         return save.is_committed
 
-    def _decide(self, save: _Save) -> SaveStart:
+    def settle(self, timeout_s: float) -> None:
+        """Wait for what follows the last commit on this rank: on rank 0, older checkpoints are removed."""
+        if self._last is not None and self._last.thread is not None and self._last.thread.ident is not None:
+            self._last.thread.join(timeout_s)
+
+    def _decide(self, save: _Save, timeout_s: float) -> SaveStart:
         last = self._last
         if last is not None and self.is_pending and time.monotonic() > last.deadline + 1:
             self._call_stuck(last)
-        decision = save.meeting.decide(is_busy=self.is_pending, timeout_s=self._limits.decide_timeout_s)
+        decision = save.meeting.decide(is_busy=self.is_pending, timeout_s=timeout_s)
         if decision.kind == "go":
             return "started"
         if decision.kind == "absent":
@@ -218,6 +235,21 @@ class AsyncWriter:
                 self._follow(save)
         except Exception as error:  # a thread has nobody to raise to
             self._fail(save, f"rank {self._rank}: {_text(error)}")
+        finally:
+            save.is_over.set()
+
+    def _give_up(self, save: _Save, error: str) -> None:
+        """End this rank's part of a save that it cannot write, from the training thread."""
+        try:
+            if self._rank == 0:
+                self._fail(save, error)
+                save.meeting.close(f"failed: {error}")
+            else:
+                save.meeting.report({"error": error})
+        except Exception as store_error:  # rank 0 is gone
+            self._fail(save, f"{error}; and it cannot reach the other ranks: {_text(store_error)}")
+        finally:
+            save.is_over.set()
 
     def _follow(self, save: _Save) -> None:
         token = save.meeting.await_folder(save.deadline)
@@ -225,10 +257,12 @@ class AsyncWriter:
             save.meeting.report(self._write_own(save, token))
 
     def _lead(self, save: _Save) -> None:
-        error = self._lead_to_manifest(save)
-        if error is None:
+        manifest, error = self._lead_to_manifest(save)
+        if manifest is not None:
             save.is_committed = True
             save.meeting.close(COMMITTED)
+            save.is_over.set()
+            self._call_after_commit(save.path, manifest)
             return
         try:
             remove_checkpoint(save.path)
@@ -237,8 +271,8 @@ class AsyncWriter:
         self._fail(save, error)
         save.meeting.close(f"failed: {error}")
 
-    def _lead_to_manifest(self, save: _Save) -> str | None:
-        """All of rank 0's part up to the commit; returns what went wrong."""
+    def _lead_to_manifest(self, save: _Save) -> tuple[Manifest | None, str]:
+        """All of rank 0's part up to the commit; returns what was committed, or None and what went wrong."""
         started = time.monotonic()
         token = secrets.token_hex(8)
         try:
@@ -247,16 +281,16 @@ class AsyncWriter:
             save.path.mkdir(parents=True)
             (save.path / _marker(token)).touch()
         except OSError as error:
-            return f"{save.path} could not be made: {describe_os_error(error)}"
+            return None, f"{save.path} could not be made: {describe_os_error(error)}"
         save.meeting.open_folder(token)
         save.meeting.report(self._write_own(save, token))
         reports, missing = save.meeting.await_reports(save.deadline)
         errors = [report["error"] for report in reports.values() if "error" in report]
         if errors:
-            return "; ".join(errors)
+            return None, "; ".join(errors)
         if missing:
             limit_s = self._limits.commit_timeout_s
-            return f"ranks {missing} did not report their shards within {limit_s:g} s: dead or stalled"
+            return None, f"ranks {missing} did not report their shards within {limit_s:g} s: dead or stalled"
         try:
             (save.path / _marker(token)).unlink()
             tensors = _merge(reports)
@@ -265,9 +299,9 @@ class AsyncWriter:
                 save.path, save.progress, self._identity, tensors, shards, created_at=time.time()
             )
         except CheckpointError as error:
-            return str(error)
+            return None, str(error)
         except OSError as error:
-            return f"the manifest could not be written: {describe_os_error(error)}"
+            return None, f"the manifest could not be written: {describe_os_error(error)}"
         self._emit(
             "checkpoint_committed",
             step=save.progress.step,
@@ -275,8 +309,7 @@ class AsyncWriter:
             write_s=time.monotonic() - started,
             path=str(save.path),
         )
-        self._call_after_commit(save.path, manifest)
-        return None
+        return manifest, ""
 
     def _write_own(self, save: _Save, token: str) -> dict[str, Any]:
         if save.copy_error is not None:
@@ -315,7 +348,8 @@ class AsyncWriter:
         if self._after_commit is None:
             return
         try:
-            self._after_commit(path, manifest)
+            with self._after_commit_lock:
+                self._after_commit(path, manifest)
         except Exception:  # the checkpoint is committed whatever becomes of the older ones
             _log.exception("after the commit of %s", path)
 

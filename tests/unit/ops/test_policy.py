@@ -31,6 +31,17 @@ def test_what_a_restart_cannot_cure_stops_at_once(failure_class: FailureClass) -
     assert decide(incident(failure_class), [], BUDGETS, shells_alive=True).action is Action.STOP
 
 
+def test_checkpoints_that_cannot_be_read_are_tried_again_within_the_budgets() -> None:
+    """A storage may come back; checkpoints that stay unreadable stop the run."""
+    unreadable = incident(FailureClass.CORRUPT_CHECKPOINT)
+    history: list[PastIncident] = []
+    actions = []
+    for _ in range(BUDGETS.max_no_progress + 1):
+        actions.append(decide(unreadable, history, BUDGETS, shells_alive=True).action)
+        history.append(PastIncident(unreadable, actions[-1], progressed=False))
+    assert actions == [Action.RESTART_RANKS] * BUDGETS.max_no_progress + [Action.STOP]
+
+
 def test_a_killed_rank_is_restarted_in_place_and_a_lost_node_in_a_new_attempt() -> None:
     assert decide(incident(), [], BUDGETS, shells_alive=True).action is Action.RESTART_RANKS
     assert decide(incident(), [], BUDGETS, shells_alive=False).action is Action.RESTART

@@ -1,5 +1,9 @@
 """A run saves, is lost, and goes on: with the real native engine, on one and several ranks."""
 
+import errno
+import os
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from jobs.optim.schedule import lr_at
 from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import CheckpointSection
 from ops.checkpoint import writer as writer_module
-from ops.checkpoint.layout import committed_steps, folder_name, shard_name
+from ops.checkpoint.layout import MANIFEST, committed_steps, folder_name, shard_name
 from ops.checkpoint.manifest import CorruptCheckpointError, Identity
 from ops.checkpoint.reader import open_checkpoint
 from ops.checkpoint.writer import Peers
@@ -198,7 +202,83 @@ def test_a_half_loaded_state_is_never_trained_on(tmp_path: Path) -> None:
     folder = str(tmp_path / "c")
     run_ranks(train, 2, tmp_path, folder, 4, {"name": "a"})
     texts = run_ranks(errors_of_restore, 2, tmp_path, folder, {"name": "b", "break": break_every_load})
-    assert all("no checkpoint in" in text and "broken" in text for text in texts)
+    for text in texts:
+        assert "no checkpoint in" in text
+        assert f"{folder_name(4)}: rank 0: broken; rank 1: broken" in text
+
+
+def test_all_checkpoints_damaged_is_an_error_on_all_ranks_and_beginning_anew_is_the_users_choice(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "c"
+    run_ranks(train, 2, tmp_path, str(folder), 4, {"name": "a"})
+    corrupt_shard(folder, 2, 0, 2)
+    (folder / folder_name(4) / shard_name(1, 2)).unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    texts = run_ranks(errors_of_restore, 2, tmp_path, str(folder), {"name": "b"})
+    assert texts[0] == texts[1]
+    assert f"no checkpoint in {folder} can be read whole: {folder_name(4)}: the shard of rank 1" in texts[0]
+    assert "is missing" in texts[0]
+    assert f"{folder_name(2)}: rank 0: the shard of rank 0" in texts[0]
+    assert "does not match its checksum" in texts[0]
+    assert "remove them or move them elsewhere" in texts[0]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    (folder / folder_name(4)).rename(folder / "bad-4")  # its manifest is in it; it is ours no more
+    shutil.rmtree(folder / folder_name(2))
+    results = run_ranks(train, 2, tmp_path, str(folder), 1, {"name": "c"})
+    assert [r["first_step"] for r in results] == [0, 0]
+    assert committed_steps(folder) == [1]
+
+
+def no_manifest_can_be_read(groups: Groups) -> None:
+    real = Path.read_text
+
+    def read(self: Path, *args: Any, **kwargs: Any) -> str:
+        if self.name == MANIFEST:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return real(self, *args, **kwargs)
+
+    Path.read_text = read  # type: ignore[method-assign]
+
+
+def no_manifest_can_be_looked_for(groups: Groups) -> None:
+    real = Path.stat
+    no_manifest_can_be_read(groups)
+
+    def stat(self: Path, **kwargs: Any) -> os.stat_result:
+        if self.name == MANIFEST:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return real(self, **kwargs)
+
+    Path.stat = stat  # type: ignore[method-assign]
+
+
+def the_folder_cannot_be_listed(groups: Groups) -> None:
+    real = Path.iterdir
+
+    def iterdir(self: Path) -> Any:
+        if groups.rank == 0 and self.name == "c":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return real(self)
+
+    Path.iterdir = iterdir  # type: ignore[method-assign]
+
+
+def test_a_storage_that_fails_for_a_minute_does_not_send_the_run_back_to_zero(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    run_ranks(train, 2, tmp_path, str(folder), 2, {"name": "a"})
+    for fault in (no_manifest_can_be_read, no_manifest_can_be_looked_for, the_folder_cannot_be_listed):
+        texts = run_ranks(errors_of_restore, 2, tmp_path, str(folder), {"name": "b", "break": fault})
+        assert all("no checkpoint in" in text and "Input/output error" in text for text in texts), fault
+    results = run_ranks(train, 2, tmp_path, str(folder), 3, {"name": "c"})
+    assert [r["first_step"] for r in results] == [2, 2]
+
+
+def test_a_save_that_was_cut_off_sends_the_run_to_the_older_one(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    run_ranks(train, 1, tmp_path, str(folder), 4, {"name": "a"})
+    (folder / folder_name(4) / MANIFEST).unlink()
+    assert run_ranks(train, 1, tmp_path, str(folder), 5, {"name": "b"})[0]["first_step"] == 2
 
 
 def test_another_model_is_refused_on_all_ranks_and_not_passed_over(tmp_path: Path) -> None:
@@ -259,8 +339,6 @@ def test_synchronous_saves_each_time(tmp_path: Path) -> None:
 
 
 def slow_first_write(groups: Groups) -> None:
-    import time
-
     real = writer_module.write_shard
     n_calls = []
 
@@ -293,3 +371,56 @@ def test_saves_that_fail_never_stop_training(tmp_path: Path) -> None:
     assert len(result[0]["losses"]) == 4
     assert {e["step"] for e in result[0]["events"].of("checkpoint_failed")} == {2, 4}
     assert committed_steps(tmp_path / "c") == []
+
+
+def one_rank_is_late(groups: Groups) -> None:
+    """Rank 1 is at work on the save of step 2 when rank 0 has given it up and is at the final one."""
+    real_write, real_step = writer_module.write_shard, engine_step
+    n_calls = []
+
+    def write(*args: Any) -> Any:
+        n_calls.append(1)
+        if groups.rank == 1 and len(n_calls) == 1:
+            time.sleep(5.5)
+        return real_write(*args)
+
+    def step(engine: Any, spec: Any, rank: int, number: int) -> Any:
+        if number == 2:
+            time.sleep(3)
+        return real_step(engine, spec, rank, number)
+
+    writer_module.write_shard = write
+    globals()["engine_step"] = step
+    checkpoint_hook._DECIDE_TIMEOUT_S = 0.3
+
+
+def test_the_last_save_waits_for_a_rank_that_is_busy_with_an_earlier_one(tmp_path: Path) -> None:
+    options = {"section": {"commit_timeout_s": 4.0}, "break": one_rank_is_late}
+    results = run_ranks(train, 2, tmp_path, str(tmp_path / "c"), 3, options)
+    failed = [e for r in results for e in r["events"].of("checkpoint_failed")]
+    assert [e["step"] for e in failed] == [2]
+    assert "ranks [1] did not report" in failed[0]["error"]
+    assert committed_steps(tmp_path / "c") == [3]
+
+
+def slow_removal(groups: Groups) -> None:
+    real = checkpoint_hook.apply_retention
+
+    def removal(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.5)
+        return real(*args, **kwargs)
+
+    checkpoint_hook.apply_retention = removal
+
+
+def test_removing_old_checkpoints_holds_no_save_up_and_is_done_at_the_end(tmp_path: Path) -> None:
+    section = {"every_steps": 1, "keep_last": 1, "asynchronous": False, "commit_timeout_s": 1.0}
+    results = run_ranks(
+        train, 2, tmp_path, str(tmp_path / "c"), 3, {"section": section, "break": slow_removal}
+    )
+    committed = results[0]["events"].of("checkpoint_committed")
+    assert [e["step"] for e in committed] == [1, 2, 3]
+    for result in results:
+        assert not result["events"].of("checkpoint_failed")
+        assert not result["events"].of("checkpoint_skipped")
+    assert committed_steps(tmp_path / "c") == [3]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.spec.job import ResilienceSection
+from ops.checkpoint.layout import CHECKPOINTS_DIR, committed_steps, folder_name
 from ops.decision import Action
 from ops.diagnosis.rank_exits import RankExit, diagnose
 from ops.ledger import read_metrics
@@ -90,6 +91,23 @@ def test_another_models_checkpoint_ends_the_rank_before_anything_is_loaded(
     assert end.error["error_type"] == "jobs.errors.CheckpointError"
     assert "rope_theta is 10000.0 in the checkpoint and 500000.0 in this run" in end.error["error_text"]
     assert verdict(end, 2) == ("configuration", Action.STOP)
+
+
+def test_damaged_checkpoints_are_tried_again_and_never_overwritten_from_step_zero(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    run_dir = start(tmp_path, ("steps: 12", "steps: 2"))
+    assert run_one_rank(server, run_dir).outcome == "finished"
+    folder = run_dir / CHECKPOINTS_DIR
+    assert committed_steps(folder) == [1, 2]
+    for shard in folder.glob("*/*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    before = {path: path.read_bytes() for path in folder.glob("*/*")}
+    end = run_one_rank(server, run_dir, generation=1)
+    assert end.error["error_type"] == "ops.checkpoint.manifest.CorruptCheckpointError"
+    assert all(folder_name(step) in end.error["error_text"] for step in (1, 2))
+    assert verdict(end, 0) == ("corrupt_checkpoint", Action.RESTART_RANKS)
+    assert {path: path.read_bytes() for path in folder.glob("*/*")} == before
 
 
 def test_prepared_data_that_is_gone_is_never_tried_again(server: ForkServer, tmp_path: Path) -> None:

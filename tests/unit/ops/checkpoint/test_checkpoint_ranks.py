@@ -1,5 +1,6 @@
 """Several ranks save together: nobody hangs in a save, and the rank that is missing is named."""
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,37 @@ def test_one_rank_without_space_fails_the_save_for_all_and_is_named(tmp_path: Pa
     assert "rank 1 could not write" in failed[0]["error"]
     assert "no space left" in failed[0]["error"]
     assert list_steps(folder) == [10]
+
+
+def save_without_threads(groups: Groups, folder: str, poor: int) -> tuple[list[Any], float, Events]:
+    writer, events = make_writer(groups, folder)
+    chunks = flat_cut(make_state(10), groups.rank, groups.world_size)
+    outcomes: list[Any] = [writer.save(chunks, Progress(10)), writer.wait(20)]
+    dist.barrier(groups.control)
+    started = time.monotonic()
+    if groups.rank == poor:
+        threading.stack_size(1 << 47)  # more than there are addresses: the system refuses the thread
+    outcomes += [writer.save(chunks, Progress(20)), writer.wait(20)]
+    threading.stack_size(0)
+    took_s = time.monotonic() - started
+    outcomes += [writer.save(chunks, Progress(30)), writer.wait(20)]
+    return outcomes, took_s, events
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_a_rank_that_may_start_no_thread_fails_the_save_and_not_the_training(
+    tmp_path: Path, poor: int
+) -> None:
+    folder = tmp_path / "checkpoints"
+    results = run_ranks(save_without_threads, 2, tmp_path, str(folder), poor)
+    for outcomes, took_s, _ in results:
+        assert outcomes == ["started", True, "started", False, "started", True]
+        assert took_s < 10
+    failed = [fields for _, _, events in results for fields in events.of("checkpoint_failed")]
+    assert len(failed) == 1
+    assert failed[0]["step"] == 20
+    assert f"rank {poor} could not start its writer thread: can't start new thread" in failed[0]["error"]
+    assert committed_steps(folder) == [10, 30]
 
 
 def write_to_own_disk(groups: Groups, folder: str) -> tuple[bool, Events]:

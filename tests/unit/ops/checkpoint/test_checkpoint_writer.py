@@ -272,6 +272,27 @@ def test_an_event_sink_that_raises_does_not_stop_a_save(tmp_path: Path) -> None:
     assert committed_steps(tmp_path) == [5]
 
 
+def test_the_commit_is_told_before_older_checkpoints_are_removed(tmp_path: Path) -> None:
+    gate = threading.Event()
+    removed_after: list[str] = []
+
+    def slow(path: Path, manifest: object) -> None:
+        assert gate.wait(20)
+        removed_after.append(path.name)
+
+    events = Events()
+    writer = AsyncWriter(tmp_path, identity(), Peers(), events, after_commit=slow)
+    for step in (10, 20):
+        assert writer.save(whole(make_state(step)), Progress(step)) == "started"
+        assert writer.wait(20)
+        assert not writer.is_pending
+    assert removed_after == []
+    gate.set()
+    writer.settle(20)
+    assert removed_after == [folder_name(10), folder_name(20)]
+    assert events.of("checkpoint_failed") == []
+
+
 def test_a_file_system_that_does_not_answer_is_named_and_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
