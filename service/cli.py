@@ -142,10 +142,10 @@ def list_(storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> Non
 @app.command()
 def status(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> None:
     """Where one run is."""
-    from service.run_status import summary
+    from service.run_status import told_summary
     from service.run_store import find_run
 
-    row = summary(find_run(run_name, storage))
+    row = told_summary(find_run(run_name, storage))
     say(
         json.dumps(row, indent=2) if as_json else "\n".join(f"{key:16} {value}" for key, value in row.items())
     )

@@ -12,12 +12,19 @@ UNREADABLE = "UNREADABLE"
 """Shown for a run whose run.json or spec.json is damaged; never stored."""
 
 
-def summary(run_dir: Path) -> dict[str, Any]:
-    """State, progress and place of one run."""
-    state, spec = read_state(run_dir), read_spec(run_dir)
+def told_summary(run_dir: Path) -> dict[str, Any]:
+    """The summary of one run; where its driver was killed, MLflow is told so first: it may take seconds."""
+    state = read_state(run_dir)
     status = state.current_status(run_dir)
     if status != state.status:
-        settle(run_dir, spec, status)  # the driver was killed: nobody else is left to tell MLflow
+        settle(run_dir, read_spec(run_dir), status)  # nobody else is left to do it
+    return summary(run_dir)
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """State, progress and place of one run. Contacts nobody."""
+    state, spec = read_state(run_dir), read_spec(run_dir)
+    status = state.current_status(run_dir)
     steps = [record for record in read_metrics(run_dir) if "grad_norm" in record]
     last = steps[-1] if steps else None
     return {
@@ -35,7 +42,10 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def summaries(storage: Path) -> list[dict[str, Any]]:
-    """All runs below a storage folder, in name order; one whose files are damaged is UNREADABLE."""
+    """All runs below a storage folder, in name order; one whose files are damaged is UNREADABLE.
+
+    Contacts nobody: many dead runs and a dead MLflow server must not make a list take minutes.
+    """
     return [_summary_or_trouble(run_dir) for run_dir in iter_runs(storage)]
 
 

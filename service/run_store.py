@@ -5,10 +5,12 @@ report.html  loss.png
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -85,24 +87,38 @@ def new_run_id(spec: JobSpec, spec_path: Path) -> str:
 
 
 def create_run(spec: JobSpec, run_dir: Path) -> RunState:
-    """Make the folder of a new run and write its resolved spec.
+    """Make the folder of a new run, with its resolved spec, its state and a first lease.
+
+    The folder is made beside its place and renamed: killed at any moment, this leaves a whole run or a free
+    name.
 
     Raises:
-        SpecError: the name is in use.
+        SpecError: the name is in use, be it by an empty folder.
     """
+    in_use = SpecError(
+        f"run name in use: {run_dir} exists; choose another run.name, or go on with it: "
+        f"packtrain resume {run_dir.name}"
+    )
+    if os.path.lexists(run_dir):  # rename would put the run in the place of an empty folder
+        raise in_use
+    making = run_dir.with_name(f".{run_dir.name}.tmp-{os.getpid()}")
+    shutil.rmtree(making, ignore_errors=True)  # of a process that had this pid and was killed
     try:
-        run_dir.mkdir(parents=True)
-    except FileExistsError:
-        raise SpecError(
-            f"run name in use: {run_dir} exists; choose another run.name, or go on with it: "
-            f"packtrain resume {run_dir.name}"
-        ) from None
-    for name in ("control", "ledger", "logs", "checkpoints"):
-        (run_dir / name).mkdir()
-    _lock_file(run_dir).touch()
-    write_atomically(run_dir / "spec.json", resolved_json(spec))
-    state = RunState(run_dir.name, RUNNING, time.time()).driven_by_me()
-    write_state(run_dir, state)
+        for name in ("control", "ledger", "logs", "checkpoints"):
+            (making / name).mkdir(parents=True)
+        _lock_file(making).touch()
+        touch_lease(making)
+        write_atomically(making / "spec.json", resolved_json(spec))
+        state = RunState(run_dir.name, RUNNING, time.time()).driven_by_me()
+        write_state(making, state)
+        try:
+            making.rename(run_dir)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise in_use from None
+            raise
+    finally:
+        shutil.rmtree(making, ignore_errors=True)  # renamed, it is not there any more
     return state
 
 
@@ -140,9 +156,10 @@ def write_state(run_dir: Path, state: RunState) -> None:
 
 
 def iter_runs(storage: Path) -> Iterator[Path]:
-    """Folders of runs below a storage folder, in name order."""
+    """Folders of runs below a storage folder, in name order; one that is still being made is none."""
     if storage.is_dir():
-        yield from (path for path in sorted(storage.iterdir()) if (path / "run.json").is_file())
+        named = (path for path in sorted(storage.iterdir()) if not path.name.startswith("."))
+        yield from (path for path in named if (path / "run.json").is_file())
 
 
 def find_run(run: str, storage: Path) -> Path:

@@ -32,6 +32,7 @@ from service.tracking_run import (
     limit_requests,
     new_pump,
     open_run,
+    refused_line,
     settle_run,
     tracking_uri,
 )
@@ -122,10 +123,12 @@ class TrackingFeed:
             self._say(left_line(self._dir, self._spec))
 
     def _run(self) -> None:
-        self._pump = new_pump(self._dir, self._spec, REQUEST_LIMIT_S)
         n_failures = 0
         while not self._is_settled and time.monotonic() < self._deadline_mono_s:
             try:
+                if self._pump is None:
+                    limit_s = CLOSING_REQUEST_LIMIT_S if self._final_status else REQUEST_LIMIT_S
+                    self._pump = new_pump(self._dir, self._spec, limit_s)
                 if self._final_status or self._is_asked or (self._dir / METRICS_FILE).exists():
                     self._work(self._pump)
                 if n_failures and self._pump.is_open:
@@ -146,7 +149,9 @@ class TrackingFeed:
             self._pause(n_failures)
 
     def _work(self, pump: MlflowPump) -> None:
-        open_run(pump, self._dir, self._spec, goes_on=True)
+        refused = open_run(pump, self._dir, self._spec, goes_on=True)
+        if refused:
+            self._say(refused_line(self._shown_uri, refused))
         while pump.send_portion():
             if time.monotonic() > self._deadline_mono_s:
                 return

@@ -63,7 +63,7 @@ def limit_requests(timeout_s: int) -> None:
     set_env("MLFLOW_HTTP_REQUEST_TIMEOUT", str(timeout_s))
 
 
-def open_run(pump: MlflowPump, run_dir: Path, spec: JobSpec, *, goes_on: bool) -> None:
+def open_run(pump: MlflowPump, run_dir: Path, spec: JobSpec, *, goes_on: bool) -> dict[str, str]:
     """Find or make the MLflow run of a run folder; nothing where the pump has it open.
 
     Args:
@@ -72,13 +72,16 @@ def open_run(pump: MlflowPump, run_dir: Path, spec: JobSpec, *, goes_on: bool) -
         spec: its resolved spec, which becomes the parameters.
         goes_on: mark the MLflow run as running again.
 
+    Returns:
+        Parameters and tags that the server refused, with its reason.
+
     Raises:
         TrackingUnavailableError, TrackingRefusedError
     """
     if pump.is_open:
-        return
+        return {}
     created = [event.at for event in read_ledger(run_dir) if event.kind == "run_created"]
-    pump.open(
+    return pump.open(
         run_name=run_dir.name,
         started_at=created[0] if created else time.time(),
         params=flatten_params(masked_spec(spec.model_dump(mode="json"))),
@@ -108,7 +111,7 @@ def settle_run(pump: MlflowPump, run_dir: Path, spec: JobSpec, status: str) -> N
 def settle(run_dir: Path, spec: JobSpec, status: str, timeout_s: float = 15.0) -> str | None:
     """Tell MLflow the end of a run that nobody drives any more: the rest of its figures and its final status.
 
-    For resume's siblings report, list and status: costs nothing where MLflow knows already, and never raises.
+    For report and status: costs nothing where MLflow knows already, and never raises.
 
     Args:
         run_dir: the run's folder.
@@ -143,6 +146,15 @@ def _settle_in_thread(run_dir: Path, spec: JobSpec, status: str, problem: list[s
         settle_run(pump, run_dir, spec, status)
     except Exception as error:  # whatever MLflow does, the verb that asked must get its answer
         problem.append(str(error))
+
+
+def refused_line(uri: str, refused: Mapping[str, str]) -> str:
+    """One line: which parameters and tags the server at `uri` (without a password) did not take, and why."""
+    names = ", ".join([*list(refused)[:5], *(["..."] if len(refused) > 5 else [])])
+    return (
+        f"MLflow at {uri} refused {len(refused)} of this run's parameters and tags, figures are sent all the "
+        f"same: {names} ({next(iter(refused.values()))})"
+    )
 
 
 def left_line(run_dir: Path, spec: JobSpec) -> str:

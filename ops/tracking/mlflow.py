@@ -15,7 +15,7 @@ from ops.tracking.base import Point, TrackingRefusedError, TrackingUnavailableEr
 from ops.tracking.params import accepted_name
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Run, RunTag
     from mlflow.tracking import MlflowClient
 
 MAX_METRICS_PER_BATCH = 1000
@@ -42,7 +42,10 @@ def embedded_uri(storage: Path) -> str:
 
 def shown_uri(uri: str) -> str:
     """The URI without a user's password."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # a bracket that is not closed: no address, but it may hold a password all the same
+        return uri.rpartition("@")[2]
     if "@" not in parts.netloc:
         return uri
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
@@ -72,13 +75,18 @@ class MlflowTracker:
         """Find the run by its id or its uid, or make it; returns its id.
 
         Raises:
-            TrackingUnavailableError, TrackingRefusedError
+            TrackingUnavailableError
+            TrackingRefusedError: also where somebody has deleted the run there: it would refuse every figure.
         """
         client = self._get_client()
         if known_run_id:
             self._run = _translated(client.get_run, known_run_id)
         else:
             self._run = self._find_or_create(run_name, started_at)
+        if self._run.info.lifecycle_stage == "deleted":
+            raise TrackingRefusedError(
+                f"its MLflow run {known_run_id} was deleted there; bring it back with `mlflow runs restore`"
+            )
         self._run_id = self._run.info.run_id
         return self._run_id
 
@@ -87,10 +95,16 @@ class MlflowTracker:
         if self._run is not None and self._run.info.status != "RUNNING":
             _translated(self._get_client().update_run, self._run_id, "RUNNING")
 
-    def describe(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Give the run its parameters and tags.
+    def describe(self, params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
+        """Give the run its parameters and tags; those that the server refuses are left out.
 
         A parameter that has another value on the server, where they never change, becomes a tag with both.
+
+        Returns:
+            What was refused, with the server's reason.
+
+        Raises:
+            TrackingUnavailableError: call again later.
         """
         there = dict(self._run.data.params) if self._run is not None else {}
         news = {accepted_name(key): value for key, value in params.items()}
@@ -99,8 +113,8 @@ class MlflowTracker:
             for key, value in news.items()
             if key in there and not _is_same_text(there[key], value)
         }
-        self._send_params({key: value for key, value in news.items() if key not in there})
-        self._send_tags({**tags, **changed})
+        refused = self._send_params({key: value for key, value in news.items() if key not in there})
+        return refused | self._send_accepted("tags", _tags({**tags, **changed}))
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         """Send points in batches; raises at the first batch that is not taken, those before it are sent."""
@@ -182,25 +196,30 @@ class MlflowTracker:
             return None
         return (Path(self._uri.removeprefix("sqlite:///")).parent / "artifacts").as_uri()
 
-    def _send_params(self, params: Mapping[str, str]) -> None:
+    def _send_params(self, params: Mapping[str, str]) -> dict[str, str]:
+        """Send parameters, those that are refused once more as an old server would take them."""
         from mlflow.entities import Param
 
+        refused = dict.fromkeys(params, "")
         for limit in MAX_PARAM_CHARS:
-            texts = [Param(key, _cut(value, limit)) for key, value in params.items()]
-            try:
-                for start in range(0, len(texts), MAX_PARAMS_PER_BATCH):
-                    self._log_batch(params=texts[start : start + MAX_PARAMS_PER_BATCH])
-                return
-            except TrackingRefusedError:
-                if limit == MAX_PARAM_CHARS[-1]:
-                    raise
+            texts = [Param(key, _cut(params[key], limit)) for key in refused]
+            refused = self._send_accepted("params", texts)
+        return refused
 
     def _send_tags(self, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
+        self._log_batch(tags=_tags(tags))
 
-        texts = [RunTag(key, _cut(value, MAX_TAG_CHARS)) for key, value in tags.items()]
-        for start in range(0, len(texts), MAX_PARAMS_PER_BATCH):
-            self._log_batch(tags=texts[start : start + MAX_PARAMS_PER_BATCH])
+    def _send_accepted(self, kind: str, entities: Sequence[Any]) -> dict[str, str]:
+        """Send parameters or tags; halve what is refused until only single ones are left out: why, by key."""
+        try:
+            for start in range(0, len(entities), MAX_PARAMS_PER_BATCH):
+                self._log_batch(**{kind: entities[start : start + MAX_PARAMS_PER_BATCH]})
+        except TrackingRefusedError as error:
+            if len(entities) == 1:
+                return {entities[0].key: str(error)}
+            half = len(entities) // 2
+            return self._send_accepted(kind, entities[:half]) | self._send_accepted(kind, entities[half:])
+        return {}
 
     def _log_batch(self, **entities: Sequence[Any]) -> None:
         _translated(self._get_client().log_batch, self._run_id, **entities)
@@ -223,6 +242,12 @@ def _translated(call: Callable[..., _T], *args: Any, **named: Any) -> _T:
         raise kind(_first_line(error)) from error
     except Exception as error:  # of requests, sqlalchemy, json or the OS: MLflow lets all of them through
         raise TrackingUnavailableError(_first_line(error)) from error
+
+
+def _tags(tags: Mapping[str, str]) -> "list[RunTag]":
+    from mlflow.entities import RunTag
+
+    return [RunTag(key, _cut(value, MAX_TAG_CHARS)) for key, value in tags.items()]
 
 
 def _make_folder(folder: Path) -> None:

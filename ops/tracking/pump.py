@@ -46,8 +46,10 @@ class MlflowPump:
         tags: Mapping[str, str],
         *,
         goes_on: bool,
-    ) -> None:
+    ) -> dict[str, str]:
         """Find or make the MLflow run; nothing where it is open.
+
+        A parameter or tag that the server refuses costs itself only: the figures come after it.
 
         Args:
             run_name: name for people.
@@ -56,18 +58,23 @@ class MlflowPump:
             tags: names and texts.
             goes_on: the run is driven: mark it as running again. False only adds to what is there.
 
+        Returns:
+            Parameters and tags that were refused, with the server's reason.
+
         Raises:
             TrackingUnavailableError, TrackingRefusedError
         """
-        if not self._is_open:
-            self._keep(self.cursor)  # the uid must be on disk before a run can carry it
-            run_id = self.tracker.open(self.cursor.mlflow_run_id, run_name, started_at)
-            settled = None if goes_on else self.cursor.settled_status
-            self._keep(replace(self.cursor, mlflow_run_id=run_id, settled_status=settled))
-            if goes_on:
-                self.tracker.mark_running()
-            self.tracker.describe(params, tags)
-            self._is_open = True
+        if self._is_open:
+            return {}
+        self._keep(self.cursor)  # the uid must be on disk before a run can carry it
+        run_id = self.tracker.open(self.cursor.mlflow_run_id, run_name, started_at)
+        settled = None if goes_on else self.cursor.settled_status
+        self._keep(replace(self.cursor, mlflow_run_id=run_id, settled_status=settled))
+        if goes_on:
+            self.tracker.mark_running()
+        refused = self.tracker.describe(params, tags)
+        self._is_open = True
+        return refused
 
     def send_portion(self) -> int:
         """Send the next portion; returns how many lines and events it held, 0 when all has been sent.

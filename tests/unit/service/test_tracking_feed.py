@@ -11,6 +11,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from ops.ledger import MetricsWriter
+from service import tracking_feed
+from service.provenance import collect_environment
 from service.tracking_feed import TrackingFeed
 from service.tracking_run import open_command, settle
 from tests.support.mlflow_server import FaultyProxy, mlflow_server
@@ -177,6 +179,44 @@ def test_a_server_that_hangs_at_the_end_holds_nobody_and_is_told_by_the_next_rep
     stage.wait_for(lambda: settle(stage.run_dir, stage.spec, "FINISHED") is None)
     assert stage.steps() == expected(40)
     assert [run.info.status for run in stage.runs()] == ["FINISHED"]
+
+
+def test_a_refused_tag_is_a_line_and_the_figures_follow(stage, monkeypatch):
+    facts = collect_environment(stage.run_dir)
+    facts["versions"]["no#tag"] = "1.0"
+    monkeypatch.setattr(tracking_feed, "collect_environment", lambda _folder: facts)
+    feed = stage.feed()
+    feed.start()
+    stage.train(1, 10)
+    assert feed.flush(60.0)
+    feed.close("FINISHED", timeout_s=60.0)
+    (line,) = stage.lines
+    assert "refused 1 of this run's parameters and tags" in line
+    assert "packtrain.version.no#tag (" in line
+    assert stage.steps() == expected(10)
+    (run,) = stage.runs()
+    assert run.data.tags["packtrain.version.torch"]
+    assert run.data.params["optim.lr"] == "0.0003"
+    assert run.info.status == "FINISHED"
+
+
+def test_a_feed_that_cannot_begin_says_so_and_tries_again(stage, monkeypatch):
+    real, tries = tracking_feed.new_pump, []
+
+    def fails_once(*arguments):
+        tries.append(arguments)
+        if len(tries) == 1:
+            raise OSError("no more file handles")
+        return real(*arguments)
+
+    monkeypatch.setattr(tracking_feed, "new_pump", fails_once)
+    feed = stage.feed()
+    feed.start()
+    stage.train(1, 10)
+    assert feed.flush(60.0)
+    feed.close("FINISHED", timeout_s=60.0)
+    assert ["no more file handles" in line for line in stage.lines] == [True, False]
+    assert stage.steps() == expected(10)
 
 
 DRIVER = """

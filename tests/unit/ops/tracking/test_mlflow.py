@@ -7,7 +7,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from ops.ledger import Event, JsonLinesWriter, MetricsWriter
-from ops.tracking.base import Point
+from ops.tracking.base import Point, TrackingRefusedError
 from ops.tracking.mlflow import MlflowTracker, embedded_uri, shown_uri
 from ops.tracking.pump import MlflowPump
 from tests.support.runs import make_run, step_record, tiny_spec
@@ -175,3 +175,31 @@ def test_events_without_a_tag_of_their_own_send_nothing(uri):
 def test_passwords_are_not_shown():
     assert shown_uri("https://me:secret@host:5000/x?y=1") == "https://host:5000/x?y=1"
     assert shown_uri("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    assert shown_uri("http://me:secret@[::1:5000") == "[::1:5000"
+
+
+def test_a_refused_parameter_or_tag_costs_itself_only(run, monkeypatch):
+    run_dir, _, pump = run
+    monkeypatch.setattr("ops.tracking.mlflow.MAX_PARAM_CHARS", (9000, 500))  # more than this store takes
+    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")
+    params = {f"p{n}": str(n) for n in range(120)} | {"long": "x" * 8000}
+    refused = pump.open("demo", 1000.0, params, {"a tag#": "refused", "b": "taken"}, goes_on=True)
+    assert list(refused) == ["a tag#"]
+    assert pump.is_open
+    assert pump.open("demo", 1000.0, params, {"a tag#": "refused"}, goes_on=True) == {}
+    MetricsWriter(run_dir / "metrics.jsonl", 0, 0).write_step(step_record(1), at=1000.0)
+    assert pump.send_portion() == 1
+    stored = MlflowClient(pump.tracker._uri).get_run(pump.cursor.mlflow_run_id)
+    assert stored.data.params == {**params, "long": "x" * 497 + "..."}
+    assert stored.data.tags["b"] == "taken"
+    assert stored.data.metrics["train/loss"] == 2.0
+
+
+def test_a_run_that_was_deleted_on_the_server_is_refused_with_the_way_back(run, uri):
+    run_dir, _, pump = run
+    client, run_id = open_pump(pump)
+    client.delete_run(run_id)
+    with pytest.raises(TrackingRefusedError, match=f"{run_id} was deleted there; .*mlflow runs restore"):
+        open_pump(MlflowPump(run_dir, uri, "packtrain"))
+    client.restore_run(run_id)
+    open_pump(MlflowPump(run_dir, uri, "packtrain"))
