@@ -22,7 +22,8 @@ class StepRecord:
     n_padding_tokens: int
     """Padding and masked tokens of the global batch."""
     step_time_s: float
-    """Wall time from the end of the last step to the end of this one, evaluation and save stalls left out."""
+    """Wall time from asking for the batch to the end of the update. What happens between steps is left out:
+    all hooks (saving and writing metrics among them), evaluation, garbage collection."""
     data_time_s: float
     """Part of step_time_s spent waiting for the batch."""
     tokens_seen: int

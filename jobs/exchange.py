@@ -20,20 +20,6 @@ def to_huggingface(parameter: str) -> str:
     return parameter if parameter == _LM_HEAD else f"model.{parameter}"
 
 
-def from_huggingface(name: str) -> str:
-    """The reverse of to_huggingface.
-
-    Raises:
-        ValueError: no Llama has a tensor of that name.
-    """
-    if name == _LM_HEAD:
-        return name
-    parameter = name.removeprefix("model.")
-    if parameter in (name, _LM_HEAD):
-        raise ValueError(f"{name} is not the name of a Llama's tensor")
-    return parameter
-
-
 def is_ignored(name: str) -> bool:
     """A tensor of a Hugging Face file that holds no weight."""
     return name.endswith(_IGNORED_ENDINGS)

@@ -1,4 +1,4 @@
-"""FLOPs per trained token and MFU, each with a named convention: the conventions differ by up to 12 percent.
+"""FLOPs per trained token, and MFU, each with a named convention: the conventions differ by up to 12 percent.
 
 Counts forward and backward once (no recomputation), multiply and add as two. Pure arithmetic: no torch.
 """
@@ -43,16 +43,10 @@ def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention) -> f
     assert_never(convention)
 
 
-def mfu_frac(
-    model: ModelSpec,
-    seq_len: int,
-    convention: Convention,
-    *,
-    tokens_per_s: float,
-    n_ranks: int,
-    peak_tflops: float,
+def tflops_per_rank(
+    model: ModelSpec, seq_len: int, convention: Convention, *, tokens_per_s: float, n_ranks: int
 ) -> float:
-    """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), 0 .. 1.
+    """Model FLOPs that one device does, in 1e12 FLOP/s.
 
     Args:
         model: the model.
@@ -60,6 +54,15 @@ def mfu_frac(
         convention: how attention is counted.
         tokens_per_s: trained tokens a second of the whole run in this step (padding left out).
         n_ranks: devices.
+    """
+    return tokens_per_s * flops_per_token(model, seq_len, convention) / n_ranks / 1e12
+
+
+def mfu_frac(rank_tflops: float, peak_tflops: float) -> float:
+    """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B): above 1 only where the peak is too low.
+
+    Args:
+        rank_tflops: what tflops_per_rank gave.
         peak_tflops: peak of one device in 1e12 FLOP/s.
     """
-    return tokens_per_s * flops_per_token(model, seq_len, convention) / (n_ranks * peak_tflops * 1e12)
+    return rank_tflops / peak_tflops
