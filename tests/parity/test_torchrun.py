@@ -55,7 +55,7 @@ def test_a_run_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((run_dir / "run.json").read_text())["status"] == "FINISHED"
     assert (run_dir / "checkpoints" / "step-00000010" / "manifest.json").exists()
     assert "ray" not in told.lower()
-    assert len(leases) >= 2, "the lease was not kept"
+    assert max(leases) - min(leases) > 0.9, "the lease was not kept"
     assert refusals, "a second driver found the place free"
     assert "is being driven by process" in refusals[0]
     with sole_driver(run_dir, wait_s=0.0):
