@@ -73,17 +73,6 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
     return "local"
 
 
-def is_embedded(address: str | None) -> bool:
-    """Whether `connect` starts a cluster of this process' own for this address."""
-    return not (address or get_env("RAY_ADDRESS"))
-
-
-def restart_embedded(spec: JobSpec, code_dir: Path) -> None:
-    """End what is left of this process' own cluster and start another."""
-    ray.shutdown()
-    connect(spec, None, code_dir)
-
-
 def embedded_cpus(spec: JobSpec, n_cores: int) -> int:
     """Logical CPUs of an embedded cluster: as many as the workers want, within reason.
 

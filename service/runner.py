@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from jobs.data.prepare import PreparedData, check_unchanged, check_validation, check_vocab, prepare
@@ -146,7 +145,6 @@ def _connect(spec: JobSpec, run_dir: Path, options: RunOptions, *, resume: bool)
 
 
 def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, say: Say) -> int:
-    from service.cluster import is_embedded, restart_embedded
     from service.drill import KillAtStep
     from service.supervisor import Supervisor
 
@@ -170,10 +168,7 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
     say(f"run {run_dir.name}: {spec.model.n_params:,} parameters, {spec.world_size} ranks, {run_dir}")
     code_dir = "" if is_inside_ray_job() else str(find_source_root())
     try:
-        restart = (
-            partial(restart_embedded, spec, find_source_root()) if is_embedded(options.address) else None
-        )
-        end = Supervisor(spec, run_dir, code_dir, view.say, watch, restart).run()
+        end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
     finally:
         view.close()
     finish_run(run_dir, feed, end.status, options.export_dir, say)

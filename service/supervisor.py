@@ -69,7 +69,6 @@ class Supervisor:
         code_dir: str,
         say: Callable[[str], None],
         watch: Callable[["Supervisor"], None],
-        restart_ray: Callable[[], None] | None = None,
     ) -> None:
         """Nothing starts yet.
 
@@ -79,14 +78,12 @@ class Supervisor:
             code_dir: folder of jobs, ops, service on every node; empty where Ray ships the code.
             say: shows one line to the user.
             watch: called about five times a second while an attempt runs.
-            restart_ray: starts this driver's embedded cluster anew; None where the cluster is not its own.
         """
         self._spec = spec
         self.run_dir = run_dir
         self._code_dir = code_dir
         self._say = say
         self._watch = watch
-        self._restart_ray = restart_ray
         self._ledger = LedgerWriter(run_dir / "ledger" / "supervisor.jsonl")
         self._state = read_state(run_dir)
         self._token = secrets.token_hex(8)
@@ -148,7 +145,7 @@ class Supervisor:
     def _after_losing_ray(self, evidence: str, n_lost: int) -> RunEnd | None:
         """What follows when the coordinator died: with the shells' own end it is safe to begin again.
 
-        Ray itself is started anew where it is this driver's own; a joined cluster is somebody else's.
+        Without Ray on its own node the driver cannot go on, and Ray soon ends it: that is for resume.
         """
         noticed_at = time.time()
         is_node_alive = is_own_node_alive()
@@ -158,10 +155,10 @@ class Supervisor:
             end = self._stopped("ended before it could save")
         elif n_lost > self._spec.resilience.max_attempts:
             end = RunEnd(FAILED, f"{culprit} was lost {n_lost} times: {evidence}")
-        elif not is_node_alive and self._restart_ray is None:
+        elif not is_node_alive:
             end = RunEnd(
                 FAILED,
-                f"{culprit} is gone: start it again, then packtrain resume {self.run_dir.name}\n{evidence}",
+                f"{culprit} is gone; go on with packtrain resume {self.run_dir.name}\n{evidence}",
             )
         failure_class = FailureClass.WORKER_KILLED if is_node_alive else FailureClass.NODE_LOST
         named: dict[str, Any] = {"class": failure_class.value}
@@ -179,8 +176,6 @@ class Supervisor:
         )
         self._ledger.write("attempt_ended", attempt=self._state.attempts - 1, outcome="lost", error=culprit)
         if end is None:
-            if not is_node_alive and self._restart_ray is not None:
-                self._restart_ray()
             if self._fit is not None:  # the shells return when nobody gives them orders
                 self._fit.join(SHELLS_END_LIMIT_S)
             release_placement_groups()
