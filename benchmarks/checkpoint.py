@@ -10,6 +10,7 @@ and touched beforehand, as a run does before its first step. Goal: ratio of medi
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from ops.checkpoint.layout import folder_name
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.reader import check_shards, load_into, open_checkpoint
 from ops.checkpoint.writer import AsyncWriter, Peers
+from service.env import LARGE_COPIES_PAST_THE_CACHE
 
 GOAL = 0.15
 
@@ -112,4 +114,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "GLIBC_TUNABLES" not in os.environ:  # as in a rank process; glibc reads it at the start only
+        os.environ["GLIBC_TUNABLES"] = LARGE_COPIES_PAST_THE_CACHE
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     main()

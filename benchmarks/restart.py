@@ -77,7 +77,7 @@ def kill_torchrun(folder: Path, number: int) -> dict[str, float]:
     """One torchrun with one kill; seconds of each phase."""
     events, checkpoint = folder / f"hand-{number}.jsonl", folder / f"hand-{number}.pt"
     output = folder / f"hand-{number}.txt"
-    words = [harness.TORCHRUN, "--nproc-per-node", str(RANKS), "--max-restarts", "3"]
+    words = [harness.TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3"]
     words += [str(harness.ROOT / "benchmarks" / "hand_loop.py"), str(folder / "model.json")]
     words += [str(folder / "tokens.bin"), str(events), "--steps", str(ENOUGH_STEPS)]
     words += ["--batch-size", str(MICRO_BATCH), "--seq-len", str(SEQ_LEN)]
@@ -86,7 +86,9 @@ def kill_torchrun(folder: Path, number: int) -> dict[str, float]:
     def lines(name: str, at: float = 0.0) -> list[dict[str, Any]]:
         return [e for e in harness.json_lines(events) if e["event"] == name and e["at"] > at]
 
-    with harness.started(words, output) as process:
+    # torchrun hands the old store to the new ranks: where rank 0 was killed, gloo often waits there for ever.
+    fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with harness.started(words, output, **fresh_store) as process:
         harness.wait_until(
             lambda: checkpoint.exists() and len(lines("step")) >= KILL_AT, process, output, f"step {KILL_AT}"
         )

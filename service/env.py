@@ -58,3 +58,10 @@ def prepare_embedded_cluster() -> None:
 def is_inside_ray_job() -> bool:
     """This process is the entry point of a Ray job: its working directory is a copy that Ray deletes."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+LARGE_COPIES_PAST_THE_CACHE = "glibc.cpu.x86_non_temporal_threshold=3145728"
+"""GLIBC_TUNABLES of rank processes: copies of 3 MiB and more (a checkpoint to its host buffer) go past the cache.
+
+A save blocks training for less time then. glibc reads it when a process starts.
+"""

@@ -34,7 +34,7 @@ from ray.train.backend import BackendConfig
 from jobs.spec.job import JobSpec
 from ops.diagnosis.rank_exits import RankExit
 from service.coordinator import Order, ShellInfo
-from service.env import environment, get_env
+from service.env import LARGE_COPIES_PAST_THE_CACHE, environment, get_env
 from service.fork_client import ForkServer, RankMessage
 from service.origin import find_source_root
 from service.rank_process import RankRequest
@@ -253,6 +253,7 @@ class _Shell:
     def _start_server(self) -> ForkServer:
         values = {
             "OMP_NUM_THREADS": str(self._spec.resources.threads_per_rank),
+            "GLIBC_TUNABLES": get_env("GLIBC_TUNABLES") or LARGE_COPIES_PAST_THE_CACHE,
             "OPENBLAS_NUM_THREADS": "1",  # numpy's own threads would start at import, before the fork
             "LOCAL_RANK": str(self._place.local_rank),
             "PYTHONPATH": ":".join(filter(None, (self._code_dir, get_env("PYTHONPATH")))),
