@@ -61,7 +61,7 @@ def is_inside_ray_job() -> bool:
 
 
 LARGE_COPIES_PAST_THE_CACHE = "glibc.cpu.x86_non_temporal_threshold=3145728"
-"""GLIBC_TUNABLES of rank processes: copies of 3 MiB and more (a checkpoint to its host buffer) go past the cache.
+"""GLIBC_TUNABLES of rank processes: copies of 3 MiB and more (a checkpoint to its buffer) go past the cache.
 
 A save blocks training for less time then. glibc reads it when a process starts.
 """
