@@ -113,9 +113,9 @@ def spread(values: Sequence[float], unit: str = "", scale: float = 1.0, digits: 
     return f"{middle} [{low}..{high}]{' ' + unit if unit else ''}"
 
 
-def intervals(instants: Sequence[float]) -> list[float]:
-    """Between neighbours, the first few left out: they warm up."""
-    return [b - a for a, b in pairwise(instants[4:])]
+def intervals(instants: Sequence[float], n_warm: int) -> list[float]:
+    """Between neighbours, the first few left out."""
+    return [b - a for a, b in pairwise(instants[n_warm:])]
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -12,7 +12,8 @@ list runs the other loop between two steps. Each save falls into Packtrain's own
 writer does. What the rank changes for its whole process (garbage collection by schedule, DeepSpeed's slow
 corners patched out) helps the other loop as well, so the ratios err against Packtrain. The ratio of CPU time
 (rank 0, all its threads) is the one to look at where other programs use the machine. For ray, whole runs
-alternate, and a step of `packtrain run` is the time between two lines of metrics.jsonl, hooks included.
+alternate, and a step of `packtrain run` is the time between two lines of metrics.jsonl, hooks included: with
+one rank (a machine of two cores has one left for Ray) and with two (Ray's processes take from the ranks).
 Goal: ratio <= 1.02, the median over turns, each compared with the other loop's turns before and after it.
 """
 
@@ -38,6 +39,8 @@ TURN = 2
 SAVE_EVERY, SAVE_TURN = 20, 4
 """A save comes at the beginning of a turn, which is longer: the writing is over when the turn is."""
 WARM_TURNS = 2
+WARM_STEPS = 20
+"""Of a whole run: Ray's processes and MLflow are still starting beside the first ones."""
 
 
 def spec_values(
@@ -216,28 +219,34 @@ def compare(ours: list[list[float]], theirs: list[list[float]]) -> dict[str, Any
 # ---------------------------------------------------------------------- whole runs in turns
 
 
-def through_ray(folder: Path, n_steps: int, n_pairs: int) -> dict[str, Any]:
+def through_ray(folder: Path, n_ranks: int, n_steps: int, n_pairs: int) -> dict[str, Any]:
     """`packtrain run` and torchrun, one after the other, n_pairs times."""
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
     for pair in range(n_pairs):
-        name = f"ray-{pair}"
+        name = f"ray-{n_ranks}-{pair}"
         path = folder / f"{name}.json"
-        path.write_text(json.dumps(spec_values(folder, name, {"kind": "native"}, "fp32", n_steps)))
+        values = spec_values(folder, name, {"kind": "native"}, "fp32", n_steps)
+        values["strategy"]["dp"], values["train"]["global_batch_size"] = n_ranks, MICRO_BATCH * n_ranks
+        path.write_text(json.dumps(values))
         output = folder / f"{name}.txt"
         with harness.started([harness.PACKTRAIN, "run", str(path)], output) as process:
             if process.wait(600) != 0:
                 raise SystemExit(output.read_text()[-4000:])
         at = [line["at"] for line in harness.steps_of(folder / "runs" / name)]
-        ours.append(harness.intervals(at))
-        model, tokens, events = folder / "model.json", folder / "tokens.bin", folder / f"hand-{pair}.jsonl"
+        ours.append(harness.intervals(at, WARM_STEPS))
+        model, tokens, events = (
+            folder / "model.json",
+            folder / "tokens.bin",
+            folder / f"hand-{n_ranks}-{pair}.jsonl",
+        )
         model.write_text(json.dumps(MODEL))
         write_tokens(tokens)
         words = [
             harness.TORCHRUN,
             "--standalone",
             "--nproc-per-node",
-            str(RANKS),
+            str(n_ranks),
             str(harness.ROOT / "benchmarks/hand_loop.py"),
         ]
         words += [str(model), str(tokens), str(events), "--steps", str(n_steps)]
@@ -246,7 +255,7 @@ def through_ray(folder: Path, n_steps: int, n_pairs: int) -> dict[str, Any]:
             if process.wait(600) != 0:
                 raise SystemExit(output.read_text()[-4000:])
         at = [e["at"] for e in harness.json_lines(events) if e["event"] == "step"]
-        theirs.append(harness.intervals(at))
+        theirs.append(harness.intervals(at, WARM_STEPS))
     by_run = [harness.median(a) / harness.median(b) for a, b in zip(ours, theirs, strict=True)]
     mine, other = ([s for run in side for s in run] for side in (ours, theirs))
     return {
@@ -286,8 +295,9 @@ def main() -> None:
                 strategy = {"kind": "deepspeed_zero", "stage": stage}
                 note(f"zero{stage} {precision}", take_turns(folder, strategy, precision, n_steps))
         if "ray" in args.only:
-            sizes = (40, 1) if args.quick else (120, 3)
-            note("native fp32, through Ray", through_ray(folder, *sizes))
+            sizes = (60, 1) if args.quick else (160, 3)
+            for n_ranks in (1, RANKS):
+                note(f"native fp32, {n_ranks} ranks, through Ray", through_ray(folder, n_ranks, *sizes))
     rows = [
         [
             "comparison",
