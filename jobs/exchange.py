@@ -25,33 +25,6 @@ def is_ignored(name: str) -> bool:
     return name.endswith(_IGNORED_ENDINGS)
 
 
-def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Global shape by parameter name (without `model/`), in the order of the model.
-
-    Shapes: V vocab, D d_model, H query heads, K kv heads, C head_dim, F d_ff.
-    """
-    d_model = model.d_model
-    q_rows, kv_rows = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    layer = {
-        "self_attn.q_proj.weight": (q_rows, d_model),  # [H * C, D]
-        "self_attn.k_proj.weight": (kv_rows, d_model),  # [K * C, D]
-        "self_attn.v_proj.weight": (kv_rows, d_model),
-        "self_attn.o_proj.weight": (d_model, q_rows),
-        "mlp.gate_proj.weight": (model.d_ff, d_model),  # [F, D]
-        "mlp.up_proj.weight": (model.d_ff, d_model),
-        "mlp.down_proj.weight": (d_model, model.d_ff),
-        "input_layernorm.weight": (d_model,),
-        "post_attention_layernorm.weight": (d_model,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (model.vocab_size, d_model)}
-    for i in range(model.n_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    shapes["norm.weight"] = (d_model,)
-    if not model.tie_embeddings:
-        shapes[_LM_HEAD] = (model.vocab_size, d_model)
-    return shapes
-
-
 def hf_config(
     model: ModelSpec, dtype: str = "float32", end_of_document_id: int | None = None
 ) -> dict[str, Any]:

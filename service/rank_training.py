@@ -19,8 +19,8 @@ from jobs.engines.base import Engine
 from jobs.engines.build import build_engine
 from jobs.events import Progress
 from jobs.hooks import Hook
-from jobs.mesh import Mesh
 from jobs.optim.schedule import lr_at
+from jobs.parallel.placement import kv_replicas
 from jobs.seeds import seed_rank
 from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import JobSpec
@@ -51,15 +51,16 @@ def train_from_newest_checkpoint(
     device = _device(spec, request.local_rank)
     store = open_store()
     groups = init_groups(
-        Mesh(dp=spec.strategy.dp),
+        spec.strategy.mesh,
         request.rank,
         PrefixStore("groups", store),
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout_s=spec.resilience.collective_timeout_s,
+        kv_replicas=kv_replicas(spec.model, spec.strategy.mesh),
     )
     seed_rank(spec.run.seed, request.rank)
     engine = build_engine(spec, groups, device)
-    source = BatchSource(load_prepared(Path(request.data_dir)), spec, groups.dp_size, groups.dp_rank)
+    source = BatchSource(load_prepared(Path(request.data_dir)), spec, groups.dp.size, groups.dp.rank)
     title.show("load")
     ledger = LedgerWriter(run_dir / "ledger" / f"rank-{request.rank:05d}.jsonl")
     record = partial(_record, ledger, {"attempt": request.attempt, "generation": request.generation})

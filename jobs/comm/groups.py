@@ -1,26 +1,61 @@
 """Process groups: the only room that makes them. Holds no collective of its own and keeps no global state.
 
-Everything that communicates is handed a `Groups`; nobody asks torch.distributed for "the" group.
+Everything that communicates is handed an `Axis` of `Groups`; nobody asks torch.distributed for "the" group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from jobs.mesh import Mesh
+from jobs.mesh import SUMS, Mesh, sum_line
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks of one line of the mesh that this rank is on."""
+
+    ranks: tuple[int, ...]
+    """Global ranks, ascending."""
+    rank: int
+    """This rank's place in the line, 0 .. size - 1."""
+    group: dist.ProcessGroup | None
+    """None where the line is this rank alone."""
+
+    @property
+    def size(self) -> int:
+        """Ranks on the line."""
+        return len(self.ranks)
+
+    def neighbour(self, distance: int) -> int:
+        """Global rank of the rank so many places further, around the end."""
+        return self.ranks[(self.rank + distance) % self.size]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """One rank's place in the mesh and the groups it communicates in."""
+    """One rank's place in the mesh and the lines it communicates on."""
 
     mesh: Mesh
     rank: int
     """Global rank, 0 .. world_size - 1."""
-    dp: dist.ProcessGroup
-    """The ranks that share this rank's parameters and see other samples: gradients are summed over it."""
+    world: Axis
+    dp: Axis
+    """Same parameters, other samples."""
+    pp: Axis
+    """The pipeline's stages, first to last."""
+    cp: Axis
+    """Same samples, other parts of each sequence."""
+    tp: Axis
+    """Same tokens, other parts of each matrix."""
+    ep: Axis
+    """Other experts, of the same stage."""
+    etp: Axis
+    """Other parts of the same experts."""
+    sums: dict[str, Axis]
+    """By the names in jobs.mesh.SUMS: the ranks that a gradient is summed over."""
     control: dist.ProcessGroup
     """All ranks, always gloo: values on the host (stop requests, agreements), never on the step's path."""
 
@@ -29,46 +64,71 @@ class Groups:
         """Number of ranks."""
         return self.mesh.world_size
 
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.mesh.dp
 
-    @property
-    def dp_rank(self) -> int:
-        """This rank's coordinate on the dp axis."""
-        return self.mesh.coordinates(self.rank)["dp"]
-
-
-def init_groups(mesh: Mesh, rank: int, store: Store, backend: str, timeout_s: float) -> Groups:
+def init_groups(
+    mesh: Mesh, rank: int, store: Store, backend: str, timeout_s: float, kv_replicas: int = 1
+) -> Groups:
     """Join the run: initialise torch.distributed and make every group. Collective over all ranks.
 
     Args:
         mesh: the whole mesh.
         rank: this process' global rank.
         store: a store that all ranks of this generation share and no other generation has written to.
-        backend: "gloo" or "nccl": what gradients are reduced with.
+        backend: "gloo" or "nccl": what tensors of the step are exchanged with.
         timeout_s: limit of each collective; a rank that waits longer for its peers raises.
+        kv_replicas: neighbouring tp ranks that hold the same kv head (jobs.parallel.placement).
 
     Raises:
-        ValueError: the rank is outside the mesh, or the mesh has an axis besides dp.
+        ValueError: the rank is outside the mesh.
     """
     mesh.coordinates(rank)
-    if mesh.world_size != mesh.dp:
-        raise ValueError(f"{mesh} has axes besides dp; groups are made for dp={mesh.world_size} only")
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.world_size, timeout=limit)
-    world = list(range(mesh.world_size))
-    # The default group is handed out as dp: a second group over the same ranks would cost each rank another
-    # full set of connections, and DeepSpeed reduces over the default group.
-    whole = dist.group.WORLD
-    assert whole is not None
-    control = dist.new_group(world, timeout=limit, backend="gloo")
+    maker = _AxisMaker(mesh, rank, limit)
+    control = dist.new_group(list(range(mesh.world_size)), timeout=limit, backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
-    return Groups(mesh=mesh, rank=rank, dp=whole, control=control)
+    return Groups(
+        mesh=mesh,
+        rank=rank,
+        world=maker.axis(range(mesh.world_size)),
+        dp=maker.axis(mesh.peers("dp", rank)),
+        pp=maker.axis(mesh.peers("pp", rank)),
+        cp=maker.axis(mesh.peers("cp", rank)),
+        tp=maker.axis(mesh.peers("tp", rank)),
+        ep=maker.axis(mesh.peers("ep", rank)),
+        etp=maker.axis(mesh.peers("etp", rank)),
+        sums={name: maker.axis(sum_line(mesh, rank, name, kv_replicas)) for name in SUMS},
+        control=control,
+    )
 
 
 def destroy_groups(groups: Groups) -> None:
     """Leave the run. Local: waits for nobody, so a rank whose peers are gone leaves as well."""
     del groups
     dist.destroy_process_group()
+
+
+class _AxisMaker:
+    """Makes each group once: equal lines share one, and the whole world is the default group.
+
+    A second group over the same ranks would cost each rank another full set of connections, and DeepSpeed
+    reduces over the default group. All ranks ask for the same kinds of lines in the same order.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, limit: timedelta) -> None:
+        self._rank, self._limit = rank, limit
+        whole = dist.group.WORLD
+        assert whole is not None
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): whole}
+
+    def axis(self, line: Sequence[int]) -> Axis:
+        """This rank's line. Collective over the line."""
+        own = tuple(line)
+        if len(own) == 1:
+            return Axis(own, 0, None)
+        if own not in self._made:
+            # Only the members meet: a world of many lines need not wait for one another.
+            group = dist.new_group(list(own), timeout=self._limit, use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            self._made[own] = group
+        return Axis(own, own.index(self._rank), self._made[own])

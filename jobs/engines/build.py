@@ -24,6 +24,8 @@ def build_engine(spec: JobSpec, groups: Groups, device: torch.device) -> Engine:
     """
     if groups.world_size != spec.world_size:
         raise ValueError(f"the spec asks for {spec.world_size} ranks, the groups hold {groups.world_size}")
+    if spec.world_size != spec.strategy.dp:
+        raise ValueError(f"{spec.strategy.mesh}: only dp is trained as yet")
     match spec.strategy:
         case NativeStrategy():
             return NativeEngine(spec, groups, device)

@@ -30,7 +30,7 @@ from jobs.engines.deepspeed_state import (
     set_step_counters,
 )
 from jobs.models.init import build_llama
-from jobs.models.llama import IGNORED_LABEL, cross_entropy_sum
+from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
 from jobs.optim.grad_norm import clip_factor, squared_norm
 from jobs.optim.param_groups import is_decayed
 from jobs.spec.job import JobSpec
@@ -83,26 +83,26 @@ class DeepspeedZeroEngine:
         """As in Engine."""
         self._set_lr(lr)
         # DeepSpeed averages gradients over dp; the factor turns its mean into the mean over valid tokens.
-        scale = self._groups.dp_size / max(1, n_valid_tokens)
+        scale = self._groups.dp.size / max(1, n_valid_tokens)
         loss_sum = torch.zeros((), device=self._device)
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             loss = self._loss_sum(batch) * scale
             self._engine.backward(loss, scale_wrt_gas=False)
             loss_sum += loss.detach()
-        reduction = dist.all_reduce(loss_sum, group=self._groups.dp, async_op=True)
+        reduction = dist.all_reduce(loss_sum, group=self._groups.dp.group, async_op=True)
         grad_norm, skipped = self._update_plain() if self._stage == 0 else self._update_sharded()
         assert reduction is not None
         reduction.wait()
         self._n_updates += not skipped
-        return StepResult(loss_sum.item() / self._groups.dp_size, grad_norm, skipped)
+        return StepResult(loss_sum.item() / self._groups.dp.size, grad_norm, skipped)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
         """As in Engine."""
         n_valid = (batch.labels != IGNORED_LABEL).sum()
         figures = torch.stack((self._loss_sum(batch).double(), n_valid.to(self._device).double()))
-        dist.all_reduce(figures, group=self._groups.dp)
+        dist.all_reduce(figures, group=self._groups.dp.group)
         loss_sum, n_tokens = figures.tolist()
         return float(loss_sum), int(n_tokens)
 
@@ -110,7 +110,7 @@ class DeepspeedZeroEngine:
         """As in Engine."""
         found = fragment_chunks(self._fragments, self._optimizer)
         if isinstance(self._optimizer, torch.optim.AdamW):
-            is_writer = self._groups.dp_rank == 0
+            is_writer = self._groups.dp.rank == 0
             found.append(Chunk("optim/step", (1,), (0,), self._n_updates, is_writer))
         return found
 
@@ -136,7 +136,7 @@ class DeepspeedZeroEngine:
 
     def _find_fragments(self, parameters: dict[str, torch.nn.Parameter]) -> list[Fragment]:
         if self._stage == 0:
-            return replicated_fragments(parameters, self._groups.dp_rank, self._groups.dp_size)
+            return replicated_fragments(parameters, self._groups.dp.rank, self._groups.dp.size)
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         return find_fragments(self._engine.optimizer, names)
 

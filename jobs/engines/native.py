@@ -23,7 +23,7 @@ from jobs.comm.groups import Groups
 from jobs.comm.reducer import GradReducer
 from jobs.engines.base import MicroBatch, StepResult
 from jobs.models.init import build_llama
-from jobs.models.llama import IGNORED_LABEL, cross_entropy_sum
+from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
 from jobs.optim.grad_norm import clip_factor, squared_norm
 from jobs.spec.job import JobSpec
 from jobs.spec.optim import OptimSpec
@@ -58,13 +58,13 @@ class NativeEngine:
             torch.zeros(bucket.stop + (number == last), device=device)
             for number, bucket in enumerate(self._buckets)
         ]
-        group = groups.dp if groups.dp_size > 1 else None
+        group = groups.dp.group
         self._reducer = GradReducer(self._buckets, flats, self._parameters, group)
         self._gradients = [flat[: bucket.stop] for bucket, flat in zip(self._buckets, flats, strict=True)]
         self._adam_step = torch.zeros(1, dtype=torch.int64)
         self._moments: dict[str, list[torch.Tensor]] = {}
         self._optimizer = self._build_optimizer(spec.optim)
-        self._writers = plan_writers(shapes, groups.dp_size)
+        self._writers = plan_writers(shapes, groups.dp.size)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -97,8 +97,8 @@ class NativeEngine:
         """See base.Engine."""
         n_valid = (batch.labels != IGNORED_LABEL).sum()
         figures = torch.stack((self._loss_sum(batch).double(), n_valid.to(self._device).double()))
-        if self._groups.dp_size > 1:
-            dist.all_reduce(figures, group=self._groups.dp)
+        if self._groups.dp.size > 1:
+            dist.all_reduce(figures, group=self._groups.dp.group)
         loss_sum, n_tokens = figures.tolist()
         return float(loss_sum), int(n_tokens)
 
@@ -116,12 +116,12 @@ class NativeEngine:
                             global_shape=slot.shape,
                             offsets=(rows.start, *(0 for _ in slot.shape[1:])),
                             tensor=whole[rows.start : rows.stop],
-                            is_writer=rows.writer == self._groups.dp_rank,
+                            is_writer=rows.writer == self._groups.dp.rank,
                         )
                         for rows in self._writers[slot.name]
                     ]
         if self._moments:
-            is_writer = self._groups.dp_rank == 0
+            is_writer = self._groups.dp.rank == 0
             found.append(Chunk("optim/step", (1,), (0,), self._adam_step, is_writer))
         return found
 

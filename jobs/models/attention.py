@@ -4,6 +4,7 @@ Shapes: B micro-batch, S sequence, D d_model, H query heads, K kv heads, C head_
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,13 @@ from torch import nn
 from jobs.models.rope import rotate
 from jobs.spec.model import ModelSpec
 
+if TYPE_CHECKING:
+    from jobs.models.operations import Operations
+
 AttentionFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(q [B, H, S, C], k [B, K, S, C], v [B, K, S, C], mask [B, 1, S, S] or None = causal) -> [B, H, S, C]."""
+MaskFn = Callable[[torch.Tensor], torch.Tensor]
+"""document_ids [B, S] -> the mask that the layout's AttentionFn takes."""
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
@@ -50,10 +56,10 @@ def local_attention(
 class Attention(nn.Module):
     """Projections around an AttentionFn."""
 
-    def __init__(self, spec: ModelSpec, attention_fn: AttentionFn) -> None:
+    def __init__(self, spec: ModelSpec, operations: "Operations") -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.attention_fn = attention_fn
+        self.operations = operations
         self.q_proj = nn.Linear(spec.d_model, spec.n_heads * spec.head_dim, bias=False)
         self.k_proj = nn.Linear(spec.d_model, spec.n_kv_heads * spec.head_dim, bias=False)
         self.v_proj = nn.Linear(spec.d_model, spec.n_kv_heads * spec.head_dim, bias=False)
@@ -68,17 +74,16 @@ class Attention(nn.Module):
             x: [B, S, D].
             cosines: [B, 1, S, C].
             sines: [B, 1, S, C].
-            mask: [B, 1, S, S] bool, or None for plainly causal attention.
+            mask: what the layout's AttentionFn takes: [B, 1, S, S] bool on one device, None = causal.
 
         Returns:
             [B, S, D].
         """
-        q = self._heads(self.q_proj(x))  # [B, H, S, C]
-        k = self._heads(self.k_proj(x))  # [B, K, S, C]
-        v = self._heads(self.v_proj(x))  # [B, K, S, C]
-        mixed = self.attention_fn(rotate(q, cosines, sines), rotate(k, cosines, sines), v, mask)
-        joined: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))  # [B, S, H*C] -> [B, S, D]
-        return joined
+        weights = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        q, k, v = (self._heads(y) for y in self.operations.columns(x, weights))  # [B, H | K | K, S, C]
+        mixed = self.operations.attention(rotate(q, cosines, sines), rotate(k, cosines, sines), v, mask)
+        joined = mixed.transpose(1, 2).flatten(2)  # [B, S, H*C]
+        return self.operations.row(joined, self.o_proj.weight)  # [B, S, D]
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)

@@ -4,15 +4,17 @@ Does not read weights from files.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
-from jobs.models.attention import AttentionFn, local_attention
 from jobs.models.llama import Llama
+from jobs.models.operations import Operations
 from jobs.seeds import derive_seed
 from jobs.spec.model import ModelSpec
 
-RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 """Projections that add to the residual stream; two a layer."""
 
 
@@ -39,12 +41,41 @@ def initial_value(name: str, shape: tuple[int, ...], spec: ModelSpec, seed: int)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
+def take_parameters(model: Llama, tensors: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Put this rank's pieces in the place of a stage's parameters (which may be on the meta device). Local.
+
+    Args:
+        model: a stage.
+        tensors: by logical name; each becomes the memory of a parameter, shape and type as they are.
+
+    Returns:
+        The new parameters by logical name.
+
+    Raises:
+        ValueError: the stage has a parameter that no tensor is given for, or the other way round.
+    """
+    taken: dict[str, nn.Parameter] = {}
+    paths = [path for path, _ in model.named_parameters()]
+    names = {path: model.logical_name(path) for path in paths}
+    if set(names.values()) != set(tensors):
+        only_built = sorted(set(names.values()) - set(tensors))
+        only_placed = sorted(set(tensors) - set(names.values()))
+        raise ValueError(
+            f"the built model and its spec disagree: only built {only_built}, only placed {only_placed}"
+        )
+    for path in paths:
+        owner, _, leaf = path.rpartition(".")
+        taken[names[path]] = nn.Parameter(tensors[names[path]])
+        setattr(model.get_submodule(owner), leaf, taken[names[path]])
+    return taken
+
+
 def build_llama(
     spec: ModelSpec,
     seed: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    attention_fn: AttentionFn = local_attention,
+    operations: Operations | None = None,
 ) -> Llama:
     """A whole Llama with its start weights.
 
@@ -53,12 +84,13 @@ def build_llama(
         seed: the run's seed.
         device: where the parameters live.
         dtype: type of the parameters; values are drawn in fp32 and then rounded.
-        attention_fn: how attention is computed under this layout.
+        operations: how this layout computes; None is one device.
     """
     with torch.device("meta"):
-        model = Llama(spec, attention_fn)
-    model = model.to(dtype).to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, tuple(parameter.shape), spec, seed))
+        model = Llama(spec, operations)
+    tensors = {
+        name: initial_value(name, tuple(parameter.shape), spec, seed).to(device, dtype)
+        for name, parameter in model.named_parameters()
+    }
+    take_parameters(model, tensors)
     return model

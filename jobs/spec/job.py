@@ -112,7 +112,7 @@ class JobSpec(SpecSection):
     @property
     def world_size(self) -> int:
         """Ranks of the run."""
-        return self.strategy.dp
+        return self.strategy.mesh.world_size
 
     @property
     def grad_accum_steps(self) -> int:

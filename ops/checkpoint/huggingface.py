@@ -22,13 +22,12 @@ from jobs.exchange import (
     MODEL_PREFIX,
     hf_config,
     is_ignored,
-    parameter_shapes,
     to_huggingface,
 )
 from jobs.mesh import Mesh
 from jobs.spec.compare import model_fingerprint
 from jobs.spec.hf_config import read_hf_config
-from jobs.spec.model import ModelSpec
+from jobs.spec.model import ModelSpec, parameter_shapes
 from jobs.state import Chunk
 from ops.checkpoint.fingerprint import check_fingerprint, differing_keys
 from ops.checkpoint.layout import folder_name

@@ -38,7 +38,7 @@ def losses(store: str) -> list[float]:
     found = []
     for step in range(N_STEPS):
         batch = whole_batch(step % 4)
-        batches = share(batch, groups.dp_rank, groups.dp_size, spec.grad_accum_steps)
+        batches = share(batch, groups.dp.rank, groups.dp.size, spec.grad_accum_steps)
         found.append(engine.train_step(batches, n_valid(batch), lr_at(spec.optim, N_STEPS, step)).loss)
     return found
 

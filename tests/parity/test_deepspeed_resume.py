@@ -48,7 +48,7 @@ def _resume(groups: Groups) -> list[str]:
     """Names of the cases in which a fresh engine does not go on as the first one does."""
     wrong = []
     for case, (stage, changes) in CASES.items():
-        spec = zero_spec(groups.dp_size, stage, **changes)
+        spec = zero_spec(groups.dp.size, stage, **changes)
         first = DeepspeedZeroEngine(spec, groups, CPU)
         for step in range(3):
             train_one(first, step, groups)

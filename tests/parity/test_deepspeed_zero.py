@@ -46,7 +46,7 @@ def _train(spec: JobSpec, groups: Groups, n_steps: int) -> dict[str, Any]:
     engine = DeepspeedZeroEngine(spec, groups, CPU)
     steps = [train_one(engine, step, groups) for step in range(n_steps)]
     assert not any(step.skipped for step in steps)
-    evaluated = engine.evaluate(rows(global_batch(99), groups.dp_rank, groups.dp_rank + 1))
+    evaluated = engine.evaluate(rows(global_batch(99), groups.dp.rank, groups.dp.rank + 1))
     return {
         "losses": [step.loss for step in steps],
         "norms": [step.grad_norm for step in steps],
@@ -57,7 +57,7 @@ def _train(spec: JobSpec, groups: Groups, n_steps: int) -> dict[str, Any]:
 
 
 def _run_fp32(groups: Groups) -> dict[str, dict[str, Any]]:
-    dp = groups.dp_size
+    dp = groups.dp.size
     cases: dict[str, dict[str, Any]] = {}
     for stage in range(4):
         cases[f"adamw {stage}"] = _train(zero_spec(dp, stage), groups, N_STEPS)
@@ -89,7 +89,7 @@ N_VARIANT_STEPS = 6
 
 def _run_variants(groups: Groups) -> dict[str, dict[str, Any]]:
     return {
-        name: _train(zero_spec(groups.dp_size, stage, **changes), groups, N_VARIANT_STEPS)
+        name: _train(zero_spec(groups.dp.size, stage, **changes), groups, N_VARIANT_STEPS)
         for name, (stage, changes) in VARIANTS.items()
     }
 
@@ -128,9 +128,9 @@ def _assert_equal(
 def _run_bf16(groups: Groups) -> dict[Any, dict[str, Any]]:
     results: dict[Any, dict[str, Any]] = {}
     for stage in (1, 2, 3):
-        results[stage] = _train(zero_spec(groups.dp_size, stage, precision="bf16"), groups, N_STEPS)
-    results["again"] = _train(zero_spec(groups.dp_size, 1, precision="bf16"), groups, N_STEPS)
-    native = NativeEngine(make_spec(groups.dp_size, precision="bf16"), groups, CPU)
+        results[stage] = _train(zero_spec(groups.dp.size, stage, precision="bf16"), groups, N_STEPS)
+    results["again"] = _train(zero_spec(groups.dp.size, 1, precision="bf16"), groups, N_STEPS)
+    native = NativeEngine(make_spec(groups.dp.size, precision="bf16"), groups, CPU)
     steps = [train_one(native, step, groups) for step in range(N_STEPS)]
     results["native"] = {"losses": [step.loss for step in steps], "norms": [step.grad_norm for step in steps]}
     return results
@@ -172,7 +172,7 @@ def _run_odd(groups: Groups) -> dict[str, Any]:
     torch.utils.cpp_extension.load_inline = _refuse
     seen = {}
     for stage, precision in STAGES:
-        seen[stage, precision] = _train(zero_spec(groups.dp_size, stage, precision=precision), groups, 2)
+        seen[stage, precision] = _train(zero_spec(groups.dp.size, stage, precision=precision), groups, 2)
     seen["world_size"] = deepspeed.comm.get_world_size()
     return seen
 
@@ -194,7 +194,7 @@ def _run_skip(groups: Groups) -> dict[Any, list[str]]:
     """Train with and without one poisoned step in between; returns what differs."""
     wrong: dict[Any, list[str]] = {}
     for stage, precision in STAGES:
-        spec = zero_spec(groups.dp_size, stage, precision=precision)
+        spec = zero_spec(groups.dp.size, stage, precision=precision)
         clean = DeepspeedZeroEngine(spec, groups, CPU)
         for step in range(4):
             last = train_one(clean, step, groups)

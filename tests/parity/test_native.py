@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def _train(groups, spec, n_steps):
     """Results of each step, and the final weights."""
     engine = build_engine(spec, groups, CPU)
-    results = [engine_step(engine, spec, groups.dp_rank, step) for step in range(n_steps)]
+    results = [engine_step(engine, spec, groups.dp.rank, step) for step in range(n_steps)]
     weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     return [(r.loss, r.grad_norm, r.skipped) for r in results], weights
 
@@ -60,7 +60,7 @@ def _one_step_of_a_wrong_scale(groups, spec, n_valid_factor):
     engine = build_engine(spec, groups, CPU)
     batch = whole_batch(0)
     n_tokens = int((batch.labels != -100).sum())
-    batches = share(batch, groups.dp_rank, groups.dp_size, spec.grad_accum_steps)
+    batches = share(batch, groups.dp.rank, groups.dp.size, spec.grad_accum_steps)
     engine.train_step(batches, n_tokens * n_valid_factor, spec.optim.lr / 4)
     return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
 

@@ -130,7 +130,7 @@ def leg(groups: Groups, engine_name: str, data_dir: str, folder: str, stop_at: i
     prepared = load_prepared(Path(data_dir))
     fingerprint = model_fingerprint(spec.model)
     engine = build_engine(spec, groups, CPU)
-    source = BatchSource(prepared, spec, groups.dp_size, groups.dp_rank)
+    source = BatchSource(prepared, spec, groups.dp.size, groups.dp.rank)
     events, messages, recorder = Events(), Messages(), Recorder()
     logging.getLogger("service.checkpoint_hook").addHandler(messages)
 

@@ -11,7 +11,8 @@ import torch
 from jobs.comm.groups import Groups
 from jobs.engines.base import Engine, MicroBatch, StepResult
 from jobs.models.init import build_llama
-from jobs.models.llama import IGNORED_LABEL, Llama, cross_entropy_sum
+from jobs.models.llama import Llama
+from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
 from jobs.spec.job import JobSpec
 
 SEQ_LEN = 12
@@ -90,7 +91,7 @@ def rows(batch: MicroBatch, first: int, last: int) -> MicroBatch:
 
 def train_one(engine: Engine, step: int, groups: Groups) -> StepResult:
     """One step of a rank on its rows of the global batch."""
-    dp_rank, dp = groups.dp_rank, groups.dp_size
+    dp_rank, dp = groups.dp.rank, groups.dp.size
     whole = global_batch(step)
     size = GLOBAL_BATCH // (dp * ACCUM)
     first = dp_rank * size * ACCUM

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from jobs.mesh import Mesh
+
 PRELOAD = [
     "pytest",
     "torch",
@@ -39,25 +41,28 @@ class RankFailedError(AssertionError):
 
 def run_ranks(
     fn: Callable[..., Any],
-    world_size: int,
+    layout: int | Mesh,
     tmp_path: Path,
     *args: Any,
     timeout_s: float = 50.0,
     collective_timeout_s: float | None = None,
+    kv_replicas: int = 1,
 ) -> list[Any]:
-    """Run `fn(groups, *args)` in `world_size` gloo processes; returns what each rank returned, in rank order.
+    """Run `fn(groups, *args)` in gloo processes, one a rank; returns what each rank returned, in rank order.
 
     Args:
         fn: a module-level function of a test module; its first argument is a jobs.comm.groups.Groups.
-        world_size: number of ranks, all on the dp axis.
+        layout: the mesh, or the number of ranks on its dp axis.
         tmp_path: a fresh folder; the ranks meet in a file store below it.
         args: picklable, the same for every rank.
         timeout_s: ranks that have not returned by then are killed.
         collective_timeout_s: limit of each collective; None takes timeout_s.
+        kv_replicas: see jobs.comm.groups.init_groups.
 
     Raises:
         RankFailedError: a rank raised (its traceback is shown), died or hung.
     """
+    mesh = Mesh(dp=layout) if isinstance(layout, int) else layout
     context = multiprocessing.get_context("forkserver")
     store = Path(tempfile.mkdtemp(prefix="store-", dir=tmp_path)) / "store"
     payload = pickle.dumps((fn, args))
@@ -65,11 +70,11 @@ def run_ranks(
     ranks: list[multiprocessing.process.BaseProcess] = []
     pipes: list[Connection] = []
     try:
-        for rank in range(world_size):
+        for rank in range(mesh.world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(rank, world_size, str(store), limit_s, payload, theirs),
+                args=(rank, mesh, kv_replicas, str(store), limit_s, payload, theirs),
                 daemon=True,
             )
             process.start()
@@ -133,11 +138,11 @@ def _collect(
 
 
 def _rank_main(
-    rank: int, world_size: int, store: str, limit_s: float, payload: bytes, pipe: Connection
+    rank: int, mesh: Mesh, kv_replicas: int, store: str, limit_s: float, payload: bytes, pipe: Connection
 ) -> None:
     threading.Thread(target=_die_with_the_test, daemon=True).start()
     try:
-        reply = (True, _run(rank, world_size, store, limit_s, payload))
+        reply = (True, _run(rank, mesh, kv_replicas, store, limit_s, payload))
     except BaseException:
         reply = (False, traceback.format_exc())
     # Plain pickle: multiprocessing's own would send tensors as handles that die with this process.
@@ -145,19 +150,17 @@ def _rank_main(
     pipe.close()
 
 
-def _run(rank: int, world_size: int, store: str, limit_s: float, payload: bytes) -> Any:
+def _run(rank: int, mesh: Mesh, kv_replicas: int, store: str, limit_s: float, payload: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
     from jobs.comm.groups import destroy_groups, init_groups
-    from jobs.mesh import Mesh
 
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed asks for it
     fn, args = pickle.loads(payload)
-    groups = init_groups(
-        Mesh(dp=world_size), rank, dist.FileStore(store, world_size), backend="gloo", timeout_s=limit_s
-    )
+    meeting = dist.FileStore(store, mesh.world_size)
+    groups = init_groups(mesh, rank, meeting, "gloo", limit_s, kv_replicas)
     value = fn(groups, *args)
     destroy_groups(groups)
     return value

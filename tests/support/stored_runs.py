@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from jobs.events import Progress
-from jobs.exchange import parameter_shapes
 from jobs.mesh import Mesh
 from jobs.spec.compare import model_fingerprint
 from jobs.spec.load import load_spec
+from jobs.spec.model import parameter_shapes
 from jobs.state import Chunk
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.writer import AsyncWriter, Peers

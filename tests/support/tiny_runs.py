@@ -4,7 +4,8 @@ import torch
 
 from jobs.engines.base import Engine, MicroBatch, StepResult
 from jobs.models.init import build_llama
-from jobs.models.llama import IGNORED_LABEL, Llama, cross_entropy_sum
+from jobs.models.llama import Llama
+from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
 from jobs.optim.schedule import lr_at
 from jobs.spec.data import DataSpec
 from jobs.spec.job import JobSpec, RunSection, TrainSection

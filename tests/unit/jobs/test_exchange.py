@@ -2,9 +2,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jobs.exchange import hf_config, is_ignored, parameter_shapes, to_huggingface
+from jobs.exchange import hf_config, is_ignored, to_huggingface
 from jobs.models.llama import Llama
-from jobs.spec.model import ModelSpec, RopeScaling
+from jobs.spec.model import ModelSpec, RopeScaling, parameter_shapes
 
 
 def spec(**changes: object) -> ModelSpec:

@@ -37,14 +37,14 @@ class SyntheticSource:
         return StepBatches(
             sample_ordinal=ordinal,
             next_ordinal=ordinal + GLOBAL_BATCH,
-            batches=share(whole, self.groups.dp_rank, self.groups.dp_size, self.spec.grad_accum_steps),
+            batches=share(whole, self.groups.dp.rank, self.groups.dp.size, self.spec.grad_accum_steps),
             n_valid_tokens=n_valid(whole),
             n_padding_tokens=GLOBAL_BATCH * SEQ_LEN - n_valid(whole),
         )
 
     def validation_batches(self):
         for number in range(self.n_validation):
-            yield share(whole_batch(1000 + number), self.groups.dp_rank, self.groups.dp_size, 1)[0]
+            yield share(whole_batch(1000 + number), self.groups.dp.rank, self.groups.dp.size, 1)[0]
 
 
 class Recorder:

@@ -295,7 +295,7 @@ def save_as(groups, spec, folder: Path) -> None:
     writer = AsyncWriter(
         folder / spec.strategy.kind,
         identity,
-        Peers(groups.dp_rank, groups.world_size, store),
+        Peers(groups.dp.rank, groups.world_size, store),
         lambda *_: None,
     )
     assert writer.save(engine.chunks(), Progress(1)) == "started"

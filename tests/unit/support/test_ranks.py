@@ -10,7 +10,7 @@ from tests.support.ranks import RankFailedError, run_ranks
 
 def _sum_of_ranks(groups, start):
     total = torch.tensor([groups.rank + start])
-    dist.all_reduce(total, group=groups.dp)
+    dist.all_reduce(total, group=groups.dp.group)
     dist.all_reduce(total, group=groups.control)
     return total
 
@@ -18,13 +18,13 @@ def _sum_of_ranks(groups, start):
 def _fail_on_one(groups):
     if groups.rank == 1:
         raise KeyError("broken on purpose")
-    dist.barrier(group=groups.dp)
+    dist.barrier(group=groups.dp.group)
 
 
 def _die_on_one(groups):
     if groups.rank == 1:
         os._exit(7)
-    dist.barrier(group=groups.dp)
+    dist.barrier(group=groups.dp.group)
 
 
 def _hang(groups):

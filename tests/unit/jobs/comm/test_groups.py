@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jobs.comm.groups import init_groups
-from jobs.mesh import Mesh
+from jobs.comm.collectives import sum_in_place
+from jobs.mesh import Mesh, sum_line
 from tests.support.ranks import run_ranks
 
 
 def _places(groups):
-    total = torch.tensor([groups.dp_rank])
-    dist.all_reduce(total, group=groups.dp)
-    return groups.rank, groups.dp_rank, groups.dp_size, groups.world_size, total.item()
+    total = torch.tensor([groups.dp.rank])
+    dist.all_reduce(total, group=groups.dp.group)
+    return groups.rank, groups.dp.rank, groups.dp.size, groups.world_size, total.item()
 
 
 def test_each_rank_knows_its_place(tmp_path):
@@ -25,7 +25,7 @@ def _wait_for_a_late_rank(groups):
         return 3.0
     began_at_mono_s = time.monotonic()
     with pytest.raises(RuntimeError):
-        dist.all_reduce(torch.zeros(1), group=groups.dp)
+        dist.all_reduce(torch.zeros(1), group=groups.dp.group)
     return time.monotonic() - began_at_mono_s
 
 
@@ -34,6 +34,16 @@ def test_a_rank_that_waits_too_long_raises_by_itself(tmp_path):
     assert 0.5 < waited_s < late_s
 
 
-def test_a_mesh_with_other_axes_is_refused():
-    with pytest.raises(ValueError, match="axes besides dp"):
-        init_groups(Mesh(dp=2, tp=2), 0, dist.HashStore(), "gloo", 1.0)
+def _sums_of_ranks(groups):
+    rank = torch.tensor([float(groups.rank)])
+    lines = {"tp": groups.tp, "pp": groups.pp, **groups.sums}
+    return {name: (axis.ranks, sum_in_place(rank.clone(), axis).item()) for name, axis in lines.items()}
+
+
+def test_each_line_sums_over_its_own_ranks(tmp_path):
+    mesh = Mesh(dp=2, pp=2, tp=2)
+    for rank, lines in enumerate(run_ranks(_sums_of_ranks, mesh, tmp_path, kv_replicas=2)):
+        assert all(total == sum(ranks) and rank in ranks for ranks, total in lines.values())
+        assert lines["tp"][0] == tuple(mesh.peers("tp", rank))
+        assert lines["data_ends"][0] == tuple(sum_line(mesh, rank, "data_ends"))
+        assert lines["data_kv"][0] == tuple(sum_line(mesh, rank, "data_kv", 2))

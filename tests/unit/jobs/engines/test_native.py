@@ -8,7 +8,7 @@ import torch
 
 from jobs.engines.base import MicroBatch
 from jobs.engines.build import build_engine
-from jobs.models.llama import IGNORED_LABEL, cross_entropy_sum
+from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
 from tests.support.ranks import run_ranks
 from tests.support.tiny_runs import engine_step, n_valid, plain_loop, share, tiny_spec, whole_batch
 
@@ -30,7 +30,7 @@ def _is_same(one, other):
 def _stop_and_resume(groups, spec):
     unbroken = build_engine(spec, groups, CPU)
     for step in range(3):
-        engine_step(unbroken, spec, groups.dp_rank, step)
+        engine_step(unbroken, spec, groups.dp.rank, step)
     saved = _state(unbroken)
     resumed = build_engine(
         spec.model_copy(update={"run": spec.run.model_copy(update={"seed": 99})}), groups, CPU
@@ -39,7 +39,7 @@ def _stop_and_resume(groups, spec):
         chunk.tensor.copy_(saved[chunk.name, chunk.offsets])
     resumed.after_load(spec.optim.lr)
     results = [
-        [engine_step(engine, spec, groups.dp_rank, step) for step in range(3, 8)]
+        [engine_step(engine, spec, groups.dp.rank, step) for step in range(3, 8)]
         for engine in (unbroken, resumed)
     ]
     forward = [dict(engine.model.named_parameters()) for engine in (unbroken, resumed)]
@@ -68,7 +68,7 @@ def _states_at_another_number_of_ranks(groups, spec, whole):
             chunk.tensor.copy_(whole[chunk.name][box])
         engine.after_load(spec.optim.lr)
     first = 0 if whole is None else 5
-    losses = [engine_step(engine, spec, groups.dp_rank, step).loss for step in range(first, first + 5)]
+    losses = [engine_step(engine, spec, groups.dp.rank, step).loss for step in range(first, first + 5)]
     return losses, [
         (c.name, c.global_shape, c.offsets, c.tensor.clone(), c.is_writer) for c in engine.chunks()
     ]
@@ -123,7 +123,7 @@ def _one_bad_gradient(groups, spec, bad_steps, bad):
     for step in range(6):
         is_bad = step in bad_steps
         before = _state(engine)
-        result = engine_step(engine, spec, groups.dp_rank, step)
+        result = engine_step(engine, spec, groups.dp.rank, step)
         skipped.append(result.skipped)
         unchanged.append(_is_same(before, _state(engine)))
         norms.append(result.grad_norm)
@@ -148,7 +148,7 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(tmp_path, bad, preci
 def _evaluate(groups, spec):
     engine = build_engine(spec, groups, CPU)
     before = _state(engine)
-    found = [engine.evaluate(part) for part in share(whole_batch(0), groups.dp_rank, groups.dp_size, 3)]
+    found = [engine.evaluate(part) for part in share(whole_batch(0), groups.dp.rank, groups.dp.size, 3)]
     return found, _is_same(before, _state(engine))
 
 
@@ -176,7 +176,7 @@ def _order_of_events(groups, spec):
     torch.distributed.all_reduce = watch
     for parameter in engine.model.parameters():
         parameter.register_hook(lambda _: events.append("gradient"))
-    engine_step(engine, spec, groups.dp_rank, 0)
+    engine_step(engine, spec, groups.dp.rank, 0)
     torch.distributed.all_reduce = launch
     return events
 

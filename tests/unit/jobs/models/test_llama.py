@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jobs.models.attention import document_mask
 from jobs.models.init import build_llama
-from jobs.models.llama import cross_entropy_sum
+from jobs.models.losses import cross_entropy_sum
 from jobs.spec.model import ModelSpec, RopeScaling
 from tests.support.tiny_runs import tiny_model, whole_batch
 

@@ -105,7 +105,8 @@ def test_valid(write_spec):
             "dp: 2",
             "dp: 2\n  stage: 1",
             "spec.yaml:14: strategy.stage: belongs to kind deepspeed_zero, but kind is native; "
-            "known here: kind, dp, bucket_mib",
+            "known here: kind, dp, pp, cp, tp, ep, etp, sequence_parallel, context_method, pipeline, "
+            "zero_stage, recompute, bucket_mib",
         ),
         (
             "seq_len: 64",

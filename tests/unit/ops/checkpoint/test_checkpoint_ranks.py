@@ -110,7 +110,7 @@ def stall_in_write(groups: Groups, folder: str, stalled: int) -> tuple[bool, flo
     # Training goes on in the meantime: collectives are not touched by the stalled writer.
     started = time.monotonic()
     for _ in range(20):
-        dist.all_reduce(torch.ones(4), group=groups.dp)
+        dist.all_reduce(torch.ones(4), group=groups.dp.group)
         time.sleep(0.02)
     trained_s = time.monotonic() - started
     is_committed = writer.wait(1.5)

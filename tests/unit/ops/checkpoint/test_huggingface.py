@@ -12,11 +12,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from jobs.errors import CheckpointError
 from jobs.events import Progress
-from jobs.exchange import MODEL_PREFIX, hf_config, parameter_shapes
+from jobs.exchange import MODEL_PREFIX, hf_config
 from jobs.mesh import Mesh
 from jobs.models.llama import Llama
 from jobs.spec.compare import model_fingerprint
-from jobs.spec.model import ModelSpec, RopeScaling
+from jobs.spec.model import ModelSpec, RopeScaling, parameter_shapes
 from jobs.state import Chunk
 from ops.checkpoint.huggingface import export_huggingface, import_huggingface, read_huggingface
 from ops.checkpoint.manifest import Identity

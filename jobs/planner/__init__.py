@@ -1,0 +1,1 @@
+"""Pure planning: which layouts are legal. No torch."""
