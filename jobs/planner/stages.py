@@ -13,6 +13,8 @@ from jobs.spec.strategy import PipelineSchedule, Split
 
 V_SHAPED: frozenset[PipelineSchedule] = frozenset({"zbv_zero_bubble", "dualpipev"})
 INTERLEAVED: frozenset[PipelineSchedule] = frozenset({"interleaved_1f1b", "interleaved_zero_bubble"})
+SPLIT_BACKWARD: frozenset[PipelineSchedule] = frozenset({"interleaved_zero_bubble", *V_SHAPED})
+"""Take the backward pass apart: first the inputs' gradients, which others wait for, the weights' later."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,56 @@ def plan_stages(
     stages = []
     first = 0
     for index, count in enumerate(counts):
-        turn, place = divmod(index, pp)
-        is_backwards = schedule in V_SHAPED and turn % 2 == 1
-        pp_rank = pp - 1 - place if is_backwards else place
         layers = range(first, first + count)
+        pp_rank = rank_of_stage(schedule, pp, index)
         stages.append(Stage(index, pp_rank, layers, index == 0, index == n_stages - 1))
         first += count
     return tuple(stages)
+
+
+def rank_of_stage(schedule: PipelineSchedule, pp: int, index: int) -> int:
+    """Pipeline rank that holds a stage."""
+    turn, place = divmod(index, pp)
+    return pp - 1 - place if schedule in V_SHAPED and turn % 2 == 1 else place
+
+
+def schedule_refusal(
+    schedule: PipelineSchedule, pp: int, stages_per_rank: int, n_micro_batches: int
+) -> str | None:
+    """Why a schedule cannot run, in one sentence that says what to change; None where it can.
+
+    Args:
+        schedule: the schedule.
+        pp: pipeline ranks, two or more.
+        stages_per_rank: virtual stages on each rank.
+        n_micro_batches: micro-batches of a step (grad_accum_steps).
+    """
+    if schedule in ("gpipe", "1f1b") and stages_per_rank != 1:
+        return (
+            f"pipeline.schedule={schedule} has one stage a rank and stages_per_rank={stages_per_rank}; "
+            "set stages_per_rank to 1 or take an interleaved schedule"
+        )
+    if schedule == "interleaved_1f1b" and stages_per_rank < 2:
+        return "pipeline.schedule=interleaved_1f1b with stages_per_rank=1 is 1f1b; take that, or more stages"
+    if schedule in V_SHAPED and stages_per_rank != 2:
+        return (
+            f"pipeline.schedule={schedule} folds the pipeline once, so each rank has two stages; "
+            f"stages_per_rank={stages_per_rank}: set it to 2"
+        )
+    needed = {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)
+    if n_micro_batches < needed:
+        return (
+            f"pipeline.schedule={schedule} over pp={pp} needs {needed} micro-batches a step or more; "
+            f"grad_accum_steps={n_micro_batches}: raise it, or take gpipe"
+        )
+    rounds = max(1, n_micro_batches // pp)
+    if schedule in INTERLEAVED and n_micro_batches % rounds:
+        return (
+            f"pipeline.schedule={schedule} over pp={pp} runs micro-batches in {rounds} equal rounds; "
+            f"grad_accum_steps={n_micro_batches} does not divide: use {n_micro_batches // pp * pp} or "
+            f"{-(-n_micro_batches // pp) * pp}"
+        )
+    return None
 
 
 def stage_params(model: ModelSpec, stages: tuple[Stage, ...]) -> list[int]:
