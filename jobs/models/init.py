@@ -44,6 +44,8 @@ def initial_value(name: str, shape: tuple[int, ...], spec: ModelSpec, seed: int)
 def take_parameters(model: Llama, tensors: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
     """Put this rank's pieces in the place of a stage's parameters (which may be on the meta device). Local.
 
+    Buffers (the router's selection biases and loads) become zeros beside them.
+
     Args:
         model: a stage.
         tensors: by logical name; each becomes the memory of a parameter, shape and type as they are.
@@ -67,6 +69,11 @@ def take_parameters(model: Llama, tensors: Mapping[str, torch.Tensor]) -> dict[s
         owner, _, leaf = path.rpartition(".")
         taken[names[path]] = nn.Parameter(tensors[names[path]])
         setattr(model.get_submodule(owner), leaf, taken[names[path]])
+    for path, buffer in list(model.named_buffers()):
+        owner, _, leaf = path.rpartition(".")
+        module = model.get_submodule(owner)
+        device = next(module.parameters()).device
+        setattr(module, leaf, torch.zeros_like(buffer, device=device))
     return taken
 
 

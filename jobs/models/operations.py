@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from jobs.models.attention import AttentionFn, MaskFn, document_mask, local_attention
+from jobs.models.experts import ExpertsFn, local_experts
 from jobs.models.losses import cross_entropy_sum
+from jobs.models.router_losses import RouterLossScale
 
 ColumnsFn = Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
 """(x [B, S, in], weights [out_i, in]) -> x @ weight_i^T for each: projections that share an input."""
@@ -39,14 +41,26 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.embedding(tokens, weight)
 
 
-def as_it_is(weight: torch.Tensor) -> torch.Tensor:
-    """The weight."""
-    return weight
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """The argument."""
+    return tensor
 
 
 def run_layer(layer: Callable[..., torch.Tensor], *arguments: torch.Tensor | None) -> torch.Tensor:
     """Keep all activations for the backward pass."""
     return layer(*arguments)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What is known of the parts of this rank's sequences that other ranks hold. Not differentiable."""
+
+    total: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    """Counts of this rank's part, any shape -> those of the whole sequences."""
+    whole: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    """This rank's part [B, S, ...] -> the whole sequences, in order."""
+    part: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    """Whole sequences in order [B, S, ...] -> this rank's part."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +75,7 @@ class Operations:
     loss: LossFn = cross_entropy_sum
     replicated: ReplicatedFn = as_it_is
     layer: LayerFn = run_layer
+    experts: ExpertsFn = local_experts
+    sequences: Sequences = Sequences()
+    router_losses: RouterLossScale | None = None
+    """None leaves the router's losses out of the gradient: there is no step whose mean they could be."""
