@@ -35,7 +35,13 @@ from service.rank_hooks import MetricsHook, TitleHook, measure_peak_tflops
 from service.rank_process import RankRequest, StopFlag
 from service.run_store import read_spec
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "bf16_kahan": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 
 
 def train_from_newest_checkpoint(

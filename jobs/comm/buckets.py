@@ -38,9 +38,10 @@ class Bucket:
     decayed_stop: int
     """Elements [0, decayed_stop) are decayed, [decayed_stop, stop) are not."""
     stop: int
+    """Divides by ALIGN times the parts that were asked for; what no slot covers is padding."""
 
 
-def plan_buckets(shapes: dict[str, tuple[int, ...]], bucket_bytes: float) -> list[Bucket]:
+def plan_buckets(shapes: dict[str, tuple[int, ...]], bucket_bytes: float, n_parts: int = 1) -> list[Bucket]:
     """Buckets in the order in which the backward pass fills them: the reverse of `shapes`.
 
     A parameter that does not fit into the open bucket begins a new one, so one larger than a bucket gets
@@ -49,6 +50,7 @@ def plan_buckets(shapes: dict[str, tuple[int, ...]], bucket_bytes: float) -> lis
     Args:
         shapes: parameters by name, in the order in which the forward pass uses them.
         bucket_bytes: size of a bucket of fp32 gradients.
+        n_parts: equal parts that each bucket can be cut into.
     """
     buckets: list[Bucket] = []
     names: list[str] = []
@@ -56,16 +58,16 @@ def plan_buckets(shapes: dict[str, tuple[int, ...]], bucket_bytes: float) -> lis
     for name in reversed(shapes):
         size = 4 * prod(shapes[name])
         if names and n_bytes + size > bucket_bytes:
-            buckets.append(_lay_out(names, shapes))
+            buckets.append(_lay_out(names, shapes, n_parts))
             names, n_bytes = [], 0
         names.append(name)
         n_bytes += size
     if names:
-        buckets.append(_lay_out(names, shapes))
+        buckets.append(_lay_out(names, shapes, n_parts))
     return buckets
 
 
-def _lay_out(names: list[str], shapes: dict[str, tuple[int, ...]]) -> Bucket:
+def _lay_out(names: list[str], shapes: dict[str, tuple[int, ...]], n_parts: int) -> Bucket:
     slots: list[Slot] = []
     start = decayed_stop = 0
     for decayed in (True, False):
@@ -75,12 +77,13 @@ def _lay_out(names: list[str], shapes: dict[str, tuple[int, ...]]) -> Bucket:
                 start = -(-slots[-1].stop // ALIGN) * ALIGN
         if decayed:
             decayed_stop = start
-    return Bucket(tuple(slots), decayed_stop, start)
+    unit = ALIGN * n_parts
+    return Bucket(tuple(slots), decayed_stop, -(-start // unit) * unit)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [start, stop) along dim 0 of one tensor, and the dp rank that saves them."""
+    """Rows [start, stop) along dim 0 of one tensor, and the rank (of those that hold it) that saves them."""
 
     start: int
     stop: int
@@ -94,7 +97,7 @@ def plan_writers(shapes: dict[str, tuple[int, ...]], n_writers: int) -> dict[str
 
     Args:
         shapes: tensors by name, each with at least one dimension.
-        n_writers: data-parallel ranks.
+        n_writers: ranks that hold all of it.
     """
     total = sum(prod(shape) for shape in shapes.values())
     plan: dict[str, list[Rows]] = {}

@@ -1,4 +1,7 @@
-"""Which engine executes a run. Imports an engine only when the spec asks for it."""
+"""Which engine executes a run. Imports an engine only when the spec asks for it.
+
+Which layouts fit a run is decided in jobs/planner/legality.py, not here.
+"""
 
 from typing import assert_never
 
@@ -24,8 +27,6 @@ def build_engine(spec: JobSpec, groups: Groups, device: torch.device) -> Engine:
     """
     if groups.world_size != spec.world_size:
         raise ValueError(f"the spec asks for {spec.world_size} ranks, the groups hold {groups.world_size}")
-    if spec.world_size != spec.strategy.dp:
-        raise ValueError(f"{spec.strategy.mesh}: only dp is trained as yet")
     match spec.strategy:
         case NativeStrategy():
             return NativeEngine(spec, groups, device)

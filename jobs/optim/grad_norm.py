@@ -11,17 +11,19 @@ the error below 1e-6 at the same speed.
 
 
 def squared_norm(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat fp32 tensor.
+    """Sum of squares of a flat tensor.
 
     Args:
-        flat: [n].
+        flat: [n]; narrower elements than fp32 are widened first, fp64 stays as it is.
 
     Returns:
         Scalar fp64 on the same device; inf or nan where an element is.
     """
     whole = flat.numel() // ROW * ROW
-    total: torch.Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1).double().square().sum()
-    total += torch.linalg.vector_norm(flat[whole:]).double().square()
+    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=wide)
+    total: torch.Tensor = rows.double().square().sum()
+    total += torch.linalg.vector_norm(flat[whole:], dtype=wide).double().square()
     return total
 
 

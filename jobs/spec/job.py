@@ -10,6 +10,14 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.optim import OptimSpec
 from jobs.spec.strategy import NativeStrategy, Strategy
 
+Precision = Literal["fp32", "bf16", "bf16_kahan", "fp8", "fp64"]
+"""What is computed and kept in which type:
+
+bf16        bfloat16 forward and backward; fp32 master weights, moments and gradient reduction
+bf16_kahan  bfloat16 weights and gradients with compensated sums: 12 bytes a parameter (jobs/optim/kahan.py)
+fp8         as bf16, with the layers' products in 8 bits, on GPUs that can
+fp64        everything, for comparing layouts
+"""
 _LONGEST_S = 1e8
 """Three years: clocks and timers take no limit that is much longer."""
 
@@ -32,8 +40,7 @@ class TrainSection(SpecSection):
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int = Field(gt=0)
     """Sequences per forward pass on one data-parallel rank."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: bfloat16 forward and backward, fp32 master weights, moments and gradient reduction."""
+    precision: Precision = "fp32"
     evaluate_every_steps: int | None = Field(default=None, gt=0)
     evaluate_batches: int = Field(default=8, gt=0)
     """Global batches of validation data in each evaluation."""

@@ -1,0 +1,62 @@
+"""How this rank computes under its layout: the operations of each parallelism, one put over the other.
+
+    one device -> fp8 products -> tensor -> context -> experts -> recomputation
+
+Each of them replaces some of the functions in Operations and calls those below for the rest. Shared by all
+engines; holds no state of any.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from jobs.comm.groups import Groups
+from jobs.models.operations import Operations
+from jobs.spec.job import JobSpec
+from jobs.spec.strategy import DeepspeedPipelineStrategy, Recompute
+
+
+def operations_for(spec: JobSpec, groups: Groups, device: torch.device, stage: int = 0) -> Operations:
+    """The operations of one pipeline stage. Local.
+
+    Args:
+        spec: the run.
+        groups: this rank's groups.
+        device: this rank's device.
+        stage: index of the stage, for recomputation by stage.
+
+    Raises:
+        ValueError: fp8 on a device that has none.
+    """
+    operations = Operations()
+    if spec.train.precision == "fp8":
+        from jobs.parallel.float8 import float8_operations, fp8_refusal
+
+        refusal = fp8_refusal(device)
+        if refusal is not None:
+            raise ValueError(refusal)
+        operations = float8_operations(operations)
+    strategy = spec.strategy
+    if not isinstance(strategy, DeepspeedPipelineStrategy):
+        if groups.tp.size > 1:
+            from jobs.parallel.tensor import tensor_operations
+
+            operations = tensor_operations(operations, groups.tp, strategy.sequence_parallel)
+        if groups.cp.size > 1:
+            from jobs.parallel.context import context_operations
+
+            operations = context_operations(operations, strategy.context_method, groups.cp, spec.data.seq_len)
+        if spec.model.moe is not None:
+            from jobs.parallel.expert import expert_operations
+
+            operations = expert_operations(operations, spec, groups)
+    mode = _of_stage(strategy.recompute, stage)
+    if mode != "none":
+        from jobs.parallel.recompute import recompute_operations
+
+        operations = recompute_operations(operations, mode)
+    return operations
+
+
+def _of_stage(recompute: Recompute | Sequence[Recompute], stage: int) -> Recompute:
+    return recompute if isinstance(recompute, str) else recompute[stage]
