@@ -10,6 +10,7 @@ import torch
 from jobs.comm.groups import Groups
 from jobs.engines.base import Engine
 from jobs.engines.native import NativeEngine
+from jobs.planner.legality import refusal_text
 from jobs.spec.job import JobSpec
 from jobs.spec.strategy import DeepspeedZeroStrategy, NativeStrategy
 
@@ -23,10 +24,13 @@ def build_engine(spec: JobSpec, groups: Groups, device: torch.device) -> Engine:
         device: this rank's device.
 
     Raises:
-        ValueError: the groups are not of the size that the spec asks for.
+        ValueError: the layout is not legal for this run, or the groups are of another size.
     """
     if groups.world_size != spec.world_size:
         raise ValueError(f"the spec asks for {spec.world_size} ranks, the groups hold {groups.world_size}")
+    refused = refusal_text(spec)
+    if refused is not None:
+        raise ValueError(refused)
     match spec.strategy:
         case NativeStrategy():
             return NativeEngine(spec, groups, device)

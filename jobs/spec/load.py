@@ -1,4 +1,4 @@
-"""Loads one YAML file into a JobSpec: YAML, overrides, DeepSpeed JSON, preset, then the strict schema.
+"""Loads one YAML file into a JobSpec: YAML, overrides, DeepSpeed JSON, preset, strict schema, legal layout.
 
 Everything that is wrong is reported together, each with file:line. Imports neither torch nor ray; does not
 look at the data, the cluster or the storage (service/preflight.py does).
@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from jobs.errors import SpecError
+from jobs.planner.legality import refusals
 from jobs.spec.data import BpeTokenizer, FileTokenizer, TokensSource
 from jobs.spec.deepspeed_json import check_zero_options, merge_deepspeed_json
 from jobs.spec.deepspeed_reading import DeepspeedReport
@@ -20,7 +21,7 @@ from jobs.spec.job import JobSpec
 from jobs.spec.overrides import apply_overrides
 from jobs.spec.presets import PRESETS
 from jobs.spec.schema import problems_of
-from jobs.spec.tree import Json, KeyPath, Origin, Tree, did_you_mean, spec_error
+from jobs.spec.tree import Json, KeyPath, Origin, Tree, describe, did_you_mean, spec_error
 from jobs.spec.yaml_tree import read_yaml
 
 _PATHS: tuple[KeyPath, ...] = (
@@ -77,9 +78,12 @@ def load_spec_with_report(path: str | Path, overrides: Sequence[str] = ()) -> Lo
     report = _take_deepspeed_json(tree)
     check_zero_options(tree)
     _take_model_defaults(tree)
+    _check_deepspeed_pipeline(tree)
     spec = _validated(tree)
     if spec is not None:
         _check_vocabulary(tree, spec)
+        for refusal in refusals(spec):
+            tree.complain(tuple(refusal.key.split(".")), str(refusal))
     if spec is None or tree.problems:
         raise spec_error(tree.problems)
     return LoadedSpec(spec, report)
@@ -122,6 +126,25 @@ def _validated(tree: Tree) -> JobSpec | None:
         found = problems_of(error.errors(include_url=False), tree)
         tree.problems += [problem for problem in found if problem.path not in blamed]
         return None
+
+
+def _check_deepspeed_pipeline(tree: Tree) -> None:
+    """Stages of layers and a ZeRO that gives gradients away: not a key that is missing, but a limit."""
+    kind, stage = tree.get(("strategy", "kind")), tree.get(("strategy", "stage"))
+    if kind == "deepspeed_zero" and tree.has(("strategy", "pp")):
+        pp = describe(tree.get(("strategy", "pp")))
+        tree.complain(
+            ("strategy", "pp"),
+            f"pp={pp} with kind=deepspeed_zero: ZeRO-2 and ZeRO-3 give gradients away after each backward "
+            "pass, and a pipeline needs them over all micro-batches; use kind=deepspeed_pipeline with stage "
+            "0 or 1, or kind=native with pp and zero_stage=1",
+        )
+    elif kind == "deepspeed_pipeline" and stage in (2, 3):
+        tree.complain(
+            ("strategy", "stage"),
+            f"stage={stage} with kind=deepspeed_pipeline: ZeRO-2 and ZeRO-3 give gradients away after each "
+            "backward pass, and a pipeline needs them over all micro-batches; use stage 0 or 1",
+        )
 
 
 def _check_vocabulary(tree: Tree, spec: JobSpec) -> None:
