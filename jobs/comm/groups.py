@@ -50,6 +50,8 @@ class Groups:
     """Same samples, other parts of each sequence."""
     tp: Axis
     """Same tokens, other parts of each matrix."""
+    kv: Axis
+    """Neighbours on tp that hold the same kv head (one rank, unless there are fewer heads than tp ranks)."""
     ep: Axis
     """Other experts, of the same stage."""
     etp: Axis
@@ -95,11 +97,25 @@ def init_groups(
         pp=maker.axis(mesh.peers("pp", rank)),
         cp=maker.axis(mesh.peers("cp", rank)),
         tp=maker.axis(mesh.peers("tp", rank)),
+        kv=maker.axis([r for r in mesh.peers("tp", rank) if r // kv_replicas == rank // kv_replicas]),
         ep=maker.axis(mesh.peers("ep", rank)),
         etp=maker.axis(mesh.peers("etp", rank)),
         sums={name: maker.axis(sum_line(mesh, rank, name, kv_replicas)) for name in SUMS},
         control=control,
     )
+
+
+def make_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """One more group, for a library that wants groups of its own, even of one rank. Collective over `ranks`.
+
+    Args:
+        ranks: its members, this rank among them.
+        timeout_s: limit of each of its collectives.
+    """
+    limit = timedelta(seconds=timeout_s)
+    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def destroy_groups(groups: Groups) -> None:

@@ -1,10 +1,12 @@
 """Where DeepSpeed keeps fp32 masters and moments, given out as chunks. Only publish_masters communicates.
 
-A Fragment is the piece of one parameter inside one of the flat tensors that a rank updates.
+A module parameter holds a piece (a box) of a logical parameter: all of it, or what the layout's placement
+gives to a tensor-parallel rank or a pipeline stage. A Fragment is the part of one piece inside one of the
+flat tensors that a rank updates. With n ranks that hold the same pieces and see other tokens (dp x cp):
 
-    stage 0       no flat tensors: every rank holds every parameter whole, and each writes a share
-    stage 1, 2    a parameter group, flattened and padded at the end, is cut into dp equal ranges: one a rank
-    stage 3       every parameter, flattened and padded at its end, is cut into dp equal ranges; a rank's
+    stage 0       no flat tensors: every rank holds its pieces whole, and each of the n writes a share
+    stage 1, 2    a parameter group, flattened and padded at the end, is cut into n equal ranges: one a rank
+    stage 3       every piece, flattened and padded at its end, is cut into n equal ranges; a rank's
                   ranges of a sub-group lie one after another in one flat tensor
 
 DeepSpeed offers this state only one gathered parameter at a time, so its own attributes are read here; the
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from jobs.comm.buckets import plan_writers
+from jobs.parallel.placement import Placement
 from jobs.state import Chunk, boxes_of_flat_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -26,12 +29,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """Elements [start, start + n_elements) of a flattened parameter, held by this rank."""
+class Piece:
+    """What one module parameter holds of a logical one, before DeepSpeed cuts it any further."""
 
-    name: str
-    shape: tuple[int, ...]
-    """Global shape of the parameter."""
+    placement: Placement
+    is_owned: bool
+    """This rank's copy is the one that is saved, and that counts in the gradient norm."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + n_elements) of a flattened piece, held by this rank."""
+
+    placement: Placement
+    """The piece: its box in the logical parameter."""
     start: int
     n_elements: int
     holder: torch.Tensor
@@ -45,40 +56,47 @@ class Fragment:
         return laid_out_like_holder.detach().view(-1)[self.offset : self.offset + self.n_elements]
 
 
-def find_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -> list[Fragment]:
+def find_fragments(zero_optimizer: Any, pieces: Mapping[torch.Tensor, Piece]) -> list[Fragment]:
     """This rank's fragments under stages 1 to 3. Local.
 
     Args:
         zero_optimizer: the optimizer that deepspeed.initialize returned.
-        names: logical name of each module parameter.
+        pieces: what each module parameter holds.
 
     Raises:
         TypeError: an optimizer class whose layout is not known here.
     """
     match type(zero_optimizer).__name__:
         case "BF16_Optimizer":
-            return list(_bf16_stage_1_fragments(zero_optimizer, names))
+            return list(_bf16_stage_1_fragments(zero_optimizer, pieces))
         case "DeepSpeedZeroOptimizer":
-            return list(_stage_1_and_2_fragments(zero_optimizer, names))
+            return list(_stage_1_and_2_fragments(zero_optimizer, pieces))
         case "DeepSpeedZeroOptimizer_Stage3":
-            return list(_stage_3_fragments(zero_optimizer, names))
+            return list(_stage_3_fragments(zero_optimizer, pieces))
         case other:
             raise TypeError(f"no layout is known for DeepSpeed's {other}")
 
 
 def replicated_fragments(
-    parameters: Mapping[str, torch.Tensor], dp_rank: int, dp_size: int
+    pieces: Mapping[torch.Tensor, Piece], data_rank: int, data_size: int
 ) -> list[Fragment]:
-    """Stage 0: everything, in the shares that the dp ranks write. Local."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    """Stage 0: everything, in the shares that the ranks with equal pieces write. Local.
+
+    Args:
+        pieces: what each module parameter holds, in the same order on those ranks.
+        data_rank: this rank's place among them.
+        data_size: how many there are.
+    """
+    by_name = {piece.placement.name: (holder, piece) for holder, piece in pieces.items()}
+    shapes = {name: piece.placement.shape for name, (_, piece) in by_name.items()}
     fragments = []
-    for name, shares in plan_writers(shapes, dp_size).items():
-        shape = shapes[name]
-        row = prod(shape[1:])
+    for name, shares in plan_writers(shapes, data_size).items():
+        holder, piece = by_name[name]
+        row = prod(shapes[name][1:])
         for rows in shares:
             start, n_elements = rows.start * row, (rows.stop - rows.start) * row
-            is_writer = rows.writer == dp_rank
-            fragments.append(Fragment(name, shape, start, n_elements, parameters[name], start, is_writer))
+            is_writer = piece.is_owned and rows.writer == data_rank
+            fragments.append(Fragment(piece.placement, start, n_elements, holder, start, is_writer))
     return fragments
 
 
@@ -110,17 +128,19 @@ def fragment_chunks(fragments: Iterable[Fragment], torch_optimizer: torch.optim.
     """Masters and moments of the fragments as live views. Local."""
     chunks = []
     for fragment in fragments:
+        at = fragment.placement
         state = torch_optimizer.state.get(fragment.holder, {})
-        views = {f"model/{fragment.name}": fragment.of(fragment.holder)}
-        views |= {f"optim/{m}/{fragment.name}": fragment.of(state[m]) for m in MOMENTS if m in state}
-        boxes = boxes_of_flat_range(fragment.shape, fragment.start, fragment.start + fragment.n_elements)
+        views = {f"model/{at.name}": fragment.of(fragment.holder)}
+        views |= {f"optim/{m}/{at.name}": fragment.of(state[m]) for m in MOMENTS if m in state}
+        boxes = boxes_of_flat_range(at.shape, fragment.start, fragment.start + fragment.n_elements)
         for name, elements in views.items():
             position = 0
-            for offsets, sizes in boxes:
+            for inner, sizes in boxes:
                 n_elements = prod(sizes)
                 tensor = elements[position : position + n_elements].view(sizes)
                 position += n_elements
-                chunks.append(Chunk(name, fragment.shape, offsets, tensor, fragment.is_writer))
+                offsets = tuple(a + b for a, b in zip(at.offsets, inner, strict=True))
+                chunks.append(Chunk(name, at.global_shape, offsets, tensor, fragment.is_writer))
     return chunks
 
 
@@ -137,7 +157,7 @@ def publish_masters(zero_optimizer: Any) -> None:
         persistent[0].all_gather(persistent)
 
 
-def _bf16_stage_1_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Fragment]:
+def _bf16_stage_1_fragments(zero_optimizer: Any, pieces: Mapping[torch.Tensor, Piece]) -> Iterator[Fragment]:
     """BF16_Optimizer: what DeepSpeed takes for stage 1 in bf16 with fp32 gradient accumulation."""
     groups = zip(zero_optimizer.bf16_groups, zero_optimizer.fp32_groups_flat_partition, strict=True)
     for parameters, partition in groups:
@@ -145,10 +165,10 @@ def _bf16_stage_1_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, st
         for parameter in parameters:
             offsets.append(end)
             end += parameter.numel()
-        yield from _fragments_in_range(parameters, offsets, partition, zero_optimizer.dp_rank, names)
+        yield from _fragments_in_range(parameters, offsets, partition, zero_optimizer.dp_rank, pieces)
 
 
-def _stage_1_and_2_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Fragment]:
+def _stage_1_and_2_fragments(zero_optimizer: Any, pieces: Mapping[torch.Tensor, Piece]) -> Iterator[Fragment]:
     groups = zip(
         zero_optimizer.round_robin_bit16_groups,
         zero_optimizer.round_robin_bit16_offsets,
@@ -158,7 +178,7 @@ def _stage_1_and_2_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, s
     )
     for parameters, offsets, partition, group in groups:
         rank = torch.distributed.get_rank(group)
-        yield from _fragments_in_range(parameters, offsets, partition, rank, names)
+        yield from _fragments_in_range(parameters, offsets, partition, rank, pieces)
 
 
 def _fragments_in_range(
@@ -166,7 +186,7 @@ def _fragments_in_range(
     offsets: Iterable[int],
     partition: torch.Tensor,
     dp_rank: int,
-    names: Mapping[torch.Tensor, str],
+    pieces: Mapping[torch.Tensor, Piece],
 ) -> Iterator[Fragment]:
     """Parts of parameters laid out at `offsets` that fall into the rank's range of the flattened group."""
     begin = dp_rank * partition.numel()
@@ -174,13 +194,10 @@ def _fragments_in_range(
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, last = max(begin, offset), min(end, offset + parameter.numel())
         if first < last:
-            shape = tuple(parameter.shape)
-            yield Fragment(
-                names[parameter], shape, first - offset, last - first, partition, first - begin, True
-            )
+            yield _fragment(pieces[parameter], first - offset, last - first, partition, first - begin)
 
 
-def _stage_3_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Fragment]:
+def _stage_3_fragments(zero_optimizer: Any, pieces: Mapping[torch.Tensor, Piece]) -> Iterator[Fragment]:
     sub_groups = zip(zero_optimizer.fp16_groups, zero_optimizer.fp32_partitioned_groups_flat, strict=True)
     for index, (parameters, flat) in enumerate(sub_groups):
         rank = zero_optimizer._get_sub_group_partition_rank(index)
@@ -189,6 +206,10 @@ def _stage_3_fragments(zero_optimizer: Any, names: Mapping[torch.Tensor, str]) -
             size = parameter.partition_numel()
             first, last = rank * size, min((rank + 1) * size, parameter.ds_numel)
             if first < last:  # else all of it is padding
-                shape = tuple(parameter.ds_shape)
-                yield Fragment(names[parameter], shape, first, last - first, flat, offset, True)
+                yield _fragment(pieces[parameter], first, last - first, flat, offset)
             offset += size
+
+
+def _fragment(piece: Piece, start: int, n_elements: int, holder: torch.Tensor, offset: int) -> Fragment:
+    """A fragment that no other rank with this piece holds."""
+    return Fragment(piece.placement, start, n_elements, holder, offset, piece.is_owned)

@@ -3,23 +3,31 @@
     forward and backward of each micro-batch; DeepSpeed reduces gradients, stages 2 and 3 during the backward
     norm -> clip -> AdamW on this rank's share -> all-gather of the new weights (stage 3: before each use)
 
-DeepSpeed gets a plain torch optimizer and no schedule, so nothing is compiled at run time and the learning
-rate is ours. What the state looks like inside is deepspeed_state.py's business. DeepSpeed wants LOCAL_RANK in
-the environment, as torchrun sets it; the device is the one handed in all the same.
+Tensor, sequence and context parallelism are ours and lie below it: each rank hands DeepSpeed its pieces of
+the model, and ZeRO shares those out over the ranks with equal pieces (dp x cp). DeepSpeed gets a plain torch
+optimizer and no schedule, so nothing is compiled at run time and the learning rate is ours. What the state
+looks like inside is deepspeed_state.py's business, what a layout is to DeepSpeed is deepspeed_mesh.py's.
+DeepSpeed wants LOCAL_RANK in the environment, as torchrun sets it; the device is the one handed in all the
+same.
 """
 
-import logging
 import math
-import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from jobs.comm.collectives import start_sum_in_place, sum_in_place
 from jobs.comm.groups import Groups
 from jobs.engines.base import MicroBatch, StepResult
-from jobs.engines.deepspeed_import import import_deepspeed
+from jobs.engines.deepspeed_mesh import (
+    ModelParallelUnit,
+    mark_counted,
+    own_pieces,
+    squares_of_owned,
+    start_pieces,
+    sum_partial_gradients,
+)
+from jobs.engines.deepspeed_start import GroupBook, build_optimizer, initialize, quiet_start, set_lr
 from jobs.engines.deepspeed_state import (
     Fragment,
     create_moments,
@@ -29,16 +37,17 @@ from jobs.engines.deepspeed_state import (
     replicated_fragments,
     set_step_counters,
 )
-from jobs.models.init import build_llama
-from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
-from jobs.optim.grad_norm import clip_factor, squared_norm
-from jobs.optim.param_groups import is_decayed
+from jobs.engines.layout import operations_for
+from jobs.models.init import take_parameters
+from jobs.models.llama import Llama
+from jobs.models.losses import IGNORED_LABEL
+from jobs.optim.grad_norm import clip_factor
+from jobs.parallel.context import split_batch
+from jobs.parallel.placement import place_parameters
+from jobs.planner.stages import plan_stages
 from jobs.spec.job import JobSpec
-from jobs.spec.optim import OptimSpec
 from jobs.spec.strategy import DeepspeedZeroStrategy
 from jobs.state import Chunk
-
-deepspeed = import_deepspeed()
 
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default of reduce_bucket_size."""
@@ -48,10 +57,10 @@ class DeepspeedZeroEngine:
     """Engine of strategy.kind=deepspeed_zero. All methods but `chunks` are collective over all ranks."""
 
     def __init__(self, spec: JobSpec, groups: Groups, device: torch.device) -> None:
-        """Build the whole model on the host and hand it to DeepSpeed, which keeps this rank's share.
+        """Build this rank's pieces of the model on the host and hand them to DeepSpeed, which keeps a share.
 
-        Peak memory: the whole model once in fp32 on the host, and once in the training precision on the
-        device (stage 3 then frees all but its share).
+        Peak memory: the pieces once in fp32 on the host, and once in the training precision on the device
+        (stage 3 then frees all but its share).
 
         Raises:
             TypeError: spec.strategy is of another kind.
@@ -59,16 +68,35 @@ class DeepspeedZeroEngine:
         if not isinstance(spec.strategy, DeepspeedZeroStrategy):
             raise TypeError(f"strategy.kind={spec.strategy.kind} is not for this engine")
         self._groups = groups
+        self._data = groups.sums["data"]
         self._device = device
         self._stage = spec.strategy.stage
         self._clip_norm = spec.optim.grad_clip_norm
         self._n_updates = torch.zeros(1, dtype=torch.int64)
-        model = build_llama(spec.model, spec.run.seed, torch.device("cpu"))
-        parameters = dict(model.named_parameters())
-        start = {name: parameter.detach() for name, parameter in parameters.items()}
-        self._optimizer = _build_optimizer(model, spec.optim)
-        self._engine = _initialize(model, self._optimizer, zero_config(spec), device)
-        self._fragments = self._find_fragments(parameters)
+        placements = place_parameters(
+            spec.model,
+            groups.mesh,
+            groups.rank,
+            plan_stages(spec.model, pp=1),
+            sequence_parallel=spec.strategy.sequence_parallel,
+        )
+        operations = operations_for(spec, groups, device)
+        self._loss = operations.loss
+        with torch.device("meta"):
+            model = Llama(spec.model, operations)
+        start = start_pieces(spec.model, placements, spec.run.seed)
+        parameters = take_parameters(model, start)
+        self._pieces = own_pieces(parameters, placements, groups)
+        self._optimizer = build_optimizer(model, spec.optim)
+        book = GroupBook(groups, spec.resilience.collective_timeout_s)
+        with quiet_start(book, device):
+            mpu = None
+            if groups.tp.size > 1:
+                mpu = ModelParallelUnit(groups, book)
+                mark_counted(self._pieces)
+                sum_partial_gradients(self._pieces, groups)
+            self._engine = initialize(model, self._optimizer, zero_config(spec), device, mpu)
+        self._fragments = self._find_fragments()
         create_moments(self._optimizer, [fragment.holder for fragment in self._fragments])
         if spec.train.precision == "bf16":
             _refine_masters(self._fragments, start)
@@ -81,28 +109,28 @@ class DeepspeedZeroEngine:
 
     def train_step(self, batches: list[MicroBatch], n_valid_tokens: int, lr: float) -> StepResult:
         """As in Engine."""
-        self._set_lr(lr)
-        # DeepSpeed averages gradients over dp; the factor turns its mean into the mean over valid tokens.
-        scale = self._groups.dp.size / max(1, n_valid_tokens)
+        set_lr(self._optimizer, lr)
+        # DeepSpeed averages gradients over dp x cp; the factor turns its mean into one over valid tokens.
+        scale = self._data.size / max(1, n_valid_tokens)
         loss_sum = torch.zeros((), device=self._device)
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             loss = self._loss_sum(batch) * scale
             self._engine.backward(loss, scale_wrt_gas=False)
             loss_sum += loss.detach()
-        reduction = dist.all_reduce(loss_sum, group=self._groups.dp.group, async_op=True)
+        reduction = start_sum_in_place(loss_sum, self._data)
         grad_norm, skipped = self._update_plain() if self._stage == 0 else self._update_sharded()
-        assert reduction is not None
         reduction.wait()
         self._n_updates += not skipped
-        return StepResult(loss_sum.item() / self._groups.dp.size, grad_norm, skipped)
+        return StepResult(loss_sum.item() / self._data.size, grad_norm, skipped)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
         """As in Engine."""
         n_valid = (batch.labels != IGNORED_LABEL).sum()
+        n_valid = n_valid if self._groups.cp.rank == 0 else torch.zeros_like(n_valid)
         figures = torch.stack((self._loss_sum(batch).double(), n_valid.to(self._device).double()))
-        dist.all_reduce(figures, group=self._groups.dp.group)
+        sum_in_place(figures, self._data)
         loss_sum, n_tokens = figures.tolist()
         return float(loss_sum), int(n_tokens)
 
@@ -110,35 +138,31 @@ class DeepspeedZeroEngine:
         """As in Engine."""
         found = fragment_chunks(self._fragments, self._optimizer)
         if isinstance(self._optimizer, torch.optim.AdamW):
-            is_writer = self._groups.dp.rank == 0
+            is_writer = self._groups.rank == 0
             found.append(Chunk("optim/step", (1,), (0,), self._n_updates, is_writer))
         return found
 
     def after_load(self, lr: float) -> None:
         """As in Engine."""
         set_step_counters(self._optimizer, int(self._n_updates))
-        self._set_lr(lr)
+        set_lr(self._optimizer, lr)
         if self._stage > 0:
             publish_masters(self._engine.optimizer)
 
     def _loss_sum(self, batch: MicroBatch) -> torch.Tensor:
+        batch = split_batch(batch, self._groups.cp)
         ids = batch.document_ids
         logits = self._engine(
             batch.tokens.to(self._device, non_blocking=True),
             batch.positions.to(self._device, non_blocking=True),
             None if ids is None else ids.to(self._device, non_blocking=True),
         )
-        return cross_entropy_sum(logits, batch.labels.to(self._device, non_blocking=True))
+        return self._loss(logits, batch.labels.to(self._device, non_blocking=True))
 
-    def _set_lr(self, lr: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-
-    def _find_fragments(self, parameters: dict[str, torch.nn.Parameter]) -> list[Fragment]:
+    def _find_fragments(self) -> list[Fragment]:
         if self._stage == 0:
-            return replicated_fragments(parameters, self._groups.dp.rank, self._groups.dp.size)
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-        return find_fragments(self._engine.optimizer, names)
+            return replicated_fragments(self._pieces, self._data.rank, self._data.size)
+        return find_fragments(self._engine.optimizer, self._pieces)
 
     def _update_sharded(self) -> tuple[float, bool]:
         """Stages 1 to 3: DeepSpeed clips and steps, or drops the step when its norm is not finite."""
@@ -146,15 +170,16 @@ class DeepspeedZeroEngine:
         return float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow)
 
     def _update_plain(self) -> tuple[float, bool]:
-        """Stage 0: DeepSpeed only reduced. Every rank sees the same gradients, so all decide alike."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        grad_norm = math.sqrt(sum(squared_norm(gradient.view(-1)) for gradient in gradients))
+        """Stage 0: DeepSpeed only reduced. Every rank sees the same sums, so all decide alike."""
+        gradients = {p: p.grad for p in self._pieces if p.grad is not None}
+        squares = squares_of_owned(gradients, self._pieces, self._device)
+        grad_norm = math.sqrt(sum_in_place(squares, self._groups.tp).item())
         if not math.isfinite(grad_norm):
             self._engine.zero_grad()
             return grad_norm, True
         factor = clip_factor(grad_norm, self._clip_norm)
         if factor < 1.0:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(list(gradients.values()), factor)
         self._engine.step()
         return grad_norm, False
 
@@ -169,7 +194,8 @@ def zero_config(spec: JobSpec) -> dict[str, Any]:
     # A larger bucket than the model only reserves memory.
     bucket = min(DEEPSPEED_BUCKET_ELEMENTS, spec.model.n_params)
     config: dict[str, Any] = {
-        "train_batch_size": spec.train.global_batch_size,
+        # To DeepSpeed the ranks with equal pieces, dp x cp, all have samples of their own.
+        "train_batch_size": spec.train.global_batch_size * strategy.cp,
         "train_micro_batch_size_per_gpu": spec.train.micro_batch_size,
         "gradient_accumulation_steps": spec.grad_accum_steps,
         # At stage 0 DeepSpeed would compute a norm and not tell it: the engine clips.
@@ -186,59 +212,9 @@ def zero_config(spec: JobSpec) -> dict[str, Any]:
     return config
 
 
-def _build_optimizer(model: torch.nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
-    """A torch optimizer over the module's parameters, in two groups: decayed and not."""
-    decayed = [parameter for parameter in model.parameters() if is_decayed(tuple(parameter.shape))]
-    others = [parameter for parameter in model.parameters() if not is_decayed(tuple(parameter.shape))]
-    param_groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": spec.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    if spec.kind == "sgd":
-        return torch.optim.SGD(param_groups, lr=spec.lr, fused=True)
-    betas = (spec.beta1, spec.beta2)
-    return torch.optim.AdamW(param_groups, lr=spec.lr, betas=betas, eps=spec.eps, fused=True)
-
-
-def _initialize(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
-) -> Any:
-    """deepspeed.initialize without its compilers and its prints. Collective."""
-    # Its table of usable compiled ops. Left alone, it is filled by running compilers, and an op found usable
-    # is built at run time; a build that is killed leaves a lock that hangs every later rank.
-    deepspeed.ops.__compatible_ops__ = {}
-    # The bf16 stage 1 optimizer prints memory readings through this, each after a full garbage collection.
-    deepspeed.runtime.bf16_optimizer.see_memory_usage = _say_nothing
-    warnings.filterwarnings(
-        "ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning
-    )
-    if device.type == "cpu":
-        # Stage 3 asks at every gradient reduction, and is answered by a program that lists NUMA nodes.
-        deepspeed.get_accelerator().device_count = _one_device
-    level = deepspeed.utils.logger.level
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    place = SimpleNamespace(device_rank=device.index or 0)
-    engine, zero_optimizer, _, _ = deepspeed.initialize(place, model, optimizer, config=config)
-    deepspeed.utils.logger.setLevel(level)
-    if type(zero_optimizer).__name__ == "DeepSpeedZeroOptimizer":
-        # Drop a step whose gradient is not finite in bf16 too: by the norm that step() computes anyway, and
-        # not by another pass over the gradients.
-        zero_optimizer.check_grad_overflow = True
-        zero_optimizer.check_overflow = _say_nothing
-    return engine
-
-
-def _one_device() -> int:
-    return 1
-
-
-def _say_nothing(*_: object, **__: object) -> None:
-    """Stands in for a DeepSpeed function that only reports."""
-
-
 @torch.no_grad()
 def _refine_masters(fragments: list[Fragment], start: dict[str, torch.Tensor]) -> None:
     """Give bf16 training the fp32 start weights as masters; DeepSpeed's were rounded to bf16 before."""
     for fragment in fragments:
-        whole = start[fragment.name].view(-1)
+        whole = start[fragment.placement.name].view(-1)
         fragment.of(fragment.holder).copy_(whole[fragment.start : fragment.start + fragment.n_elements])

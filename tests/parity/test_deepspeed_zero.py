@@ -10,8 +10,9 @@ import torch
 import torch.utils.cpp_extension
 
 from jobs.comm.groups import Groups
+from jobs.engines.deepspeed_start import deepspeed
 from jobs.engines.deepspeed_state import MOMENTS
-from jobs.engines.deepspeed_zero import DeepspeedZeroEngine, deepspeed
+from jobs.engines.deepspeed_zero import DeepspeedZeroEngine
 from jobs.engines.native import NativeEngine
 from jobs.engines.preload import preload_modules
 from jobs.models.llama import Llama

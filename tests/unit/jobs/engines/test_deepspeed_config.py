@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from jobs.engines.deepspeed_state import Fragment, create_moments, fragment_chunks, replicated_fragments
+from jobs.engines.deepspeed_state import (
+    Fragment,
+    Piece,
+    create_moments,
+    fragment_chunks,
+    replicated_fragments,
+)
 from jobs.engines.deepspeed_zero import zero_config
+from jobs.parallel.placement import Placement
 from tests.support.deepspeed_runs import zero_spec
 
 
@@ -33,9 +40,10 @@ def test_fragment_across_rows_gives_live_boxes_of_master_and_moments() -> None:
     flat = torch.arange(20.0, requires_grad=True)
     optimizer = torch.optim.AdamW([flat], fused=True)
     create_moments(optimizer, [flat])
-    fragment = Fragment("w", (4, 5), 3, 9, flat, 10, True)  # elements 3..11 of w at 10..18 of the flat tensor
-    chunks = fragment_chunks([fragment], optimizer)
-    boxes = [((0, 3), (1, 2)), ((1, 0), (1, 5)), ((2, 0), (1, 2))]
+    # Rows 2..5 and columns 3..7 of w; elements 3..11 of that piece are at 10..18 of the flat tensor.
+    piece = Placement("w", (9, 8), (2, 3), (4, 5), "data", 1)
+    chunks = fragment_chunks([Fragment(piece, 3, 9, flat, 10, True)], optimizer)
+    boxes = [((2, 6), (1, 2)), ((3, 3), (1, 5)), ((4, 3), (1, 2))]
     assert [(c.name, c.offsets, tuple(c.tensor.shape)) for c in chunks] == [
         (name, offsets, sizes)
         for name in ("model/w", "optim/exp_avg/w", "optim/exp_avg_sq/w")
@@ -49,8 +57,11 @@ def test_fragment_across_rows_gives_live_boxes_of_master_and_moments() -> None:
 
 
 def test_ranks_write_equal_shares_of_replicated_state() -> None:
-    parameters = {"a": torch.zeros(7, 3), "b": torch.zeros(11)}
-    shares = [replicated_fragments(parameters, rank, 2) for rank in range(2)]
+    pieces = {
+        torch.zeros(shape): Piece(Placement(name, shape, (0,) * len(shape), shape, "data", 2), True)
+        for name, shape in {"a": (7, 3), "b": (11,)}.items()
+    }
+    shares = [replicated_fragments(pieces, rank, 2) for rank in range(2)]
     written = [sum(f.n_elements for f in share if f.is_writer) for share in shares]
     assert sum(written) == 7 * 3 + 11
     assert all(abs(n_elements - 16) < 3 for n_elements in written), "equal within one row"

@@ -1,0 +1,133 @@
+"""How the DeepSpeed engines start DeepSpeed: no compiler, no print, and the run's own process groups.
+
+The engines hand over a torch optimizer object and no schedule. Holds no step and no state.
+"""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jobs.comm.groups import Axis, Groups, make_group
+from jobs.engines.deepspeed_import import import_deepspeed
+from jobs.optim.param_groups import is_decayed
+from jobs.spec.optim import OptimSpec
+
+deepspeed = import_deepspeed()
+
+
+class GroupBook:
+    """Answers DeepSpeed's requests for groups: with the run's own where the ranks are the same.
+
+    DeepSpeed's own groups would be second connections between the same ranks, and would have torch's
+    default time limit instead of the run's: a rank whose peer has failed would wait half an hour.
+    """
+
+    def __init__(self, groups: Groups, timeout_s: float) -> None:
+        self._rank = groups.rank
+        self._timeout_s = timeout_s
+        lines = (groups.world, groups.dp, groups.pp, groups.cp, groups.tp, *groups.sums.values())
+        self._known = {line.ranks: line.group for line in lines if line.group is not None}
+
+    def new_group(self, ranks: Sequence[int]) -> Any:
+        """Stands in for deepspeed.comm.new_group. Collective over `ranks`; no wait for other ranks."""
+        line = tuple(ranks)
+        if self._rank not in line:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        if line not in self._known:
+            self._known[line] = make_group(line, self._timeout_s)
+        return self._known[line]
+
+    def of(self, axis: Axis) -> dist.ProcessGroup:
+        """The axis' group: a real one for one rank too, where DeepSpeed must not take the whole world."""
+        group = self.new_group(axis.ranks)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+@contextlib.contextmanager
+def quiet_start(book: GroupBook, device: torch.device) -> Iterator[None]:
+    """Around the construction of DeepSpeed's objects: what they compile, print and make groups of."""
+    # Its table of usable compiled ops. Left alone, it is filled by running compilers, and an op found usable
+    # is built at run time; a build that is killed leaves a lock that hangs every later rank.
+    deepspeed.ops.__compatible_ops__ = {}
+    # The bf16 stage 1 optimizer prints memory readings through this, each after a full garbage collection.
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = say_nothing
+    warnings.filterwarnings(
+        "ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+    if device.type == "cpu":
+        # Stage 3 asks at every gradient reduction, and is answered by a program that lists NUMA nodes.
+        deepspeed.get_accelerator().device_count = _one_device
+    # An engine leaves its mesh behind in a global, which one without a mesh would take for its own.
+    deepspeed.utils.groups.mpu = None
+    level, new_group = deepspeed.utils.logger.level, deepspeed.comm.new_group
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.comm.new_group = book.new_group
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        deepspeed.comm.new_group = new_group
+        deepspeed.utils.logger.setLevel(level)
+
+
+def initialize(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+    device: torch.device,
+    mpu: Any = None,
+) -> Any:
+    """deepspeed.initialize, inside quiet_start. Collective over all ranks.
+
+    Args:
+        model: the module, or a PipelineModule.
+        optimizer: a torch optimizer over its parameters.
+        config: DeepSpeed's.
+        device: of this rank.
+        mpu: which ranks hold other parts of the model; None where there are none, or a PipelineModule knows.
+    """
+    place = SimpleNamespace(device_rank=device.index or 0)
+    engine, zero_optimizer, _, _ = deepspeed.initialize(place, model, optimizer, mpu=mpu, config=config)
+    if type(zero_optimizer).__name__ == "DeepSpeedZeroOptimizer":
+        # Drop a step whose gradient is not finite in bf16 too: by the norm that step() computes anyway, and
+        # not by another pass over the gradients.
+        zero_optimizer.check_grad_overflow = True
+        zero_optimizer.check_overflow = say_nothing
+    return engine
+
+
+def build_optimizer(model: torch.nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
+    """A torch optimizer over the module's parameters, in two groups: decayed and not."""
+    decayed = [parameter for parameter in model.parameters() if is_decayed(tuple(parameter.shape))]
+    others = [parameter for parameter in model.parameters() if not is_decayed(tuple(parameter.shape))]
+    param_groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decayed, spec.weight_decay), (others, 0.0))
+        if params
+    ]
+    if spec.kind == "sgd":
+        return torch.optim.SGD(param_groups, lr=spec.lr, fused=True)
+    betas = (spec.beta1, spec.beta2)
+    return torch.optim.AdamW(param_groups, lr=spec.lr, betas=betas, eps=spec.eps, fused=True)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The learning rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def say_nothing(*_: object, **__: object) -> None:
+    """Stands in for a DeepSpeed function that only reports."""
+
+
+def _one_device() -> int:
+    return 1
