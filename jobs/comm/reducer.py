@@ -147,5 +147,5 @@ def _launch(bucket: GradBucket) -> _Work:
         return _Work(handle, wide, bucket.flat)
     # The part that is kept is summed in its own place, as both gloo and NCCL allow.
     part = wide[bucket.span]
-    handle = dist.reduce_scatter_tensor(part, wide, group=bucket.axis.group, async_op=True)
+    handle = dist.reduce_scatter_single(part, wide, group=bucket.axis.group, async_op=True)
     return _Work(handle, part, bucket.flat[bucket.span] if is_narrow else part)

@@ -1,6 +1,6 @@
 """How this rank computes under its layout: the operations of each parallelism, one put over the other.
 
-    one device -> fp8 products -> tensor -> context -> experts -> recomputation
+    one device -> tensor -> fp8 products -> context -> experts -> recomputation
 
 Each of them replaces some of the functions in Operations and calls those below for the rest. Shared by all
 engines; holds no state of any.
@@ -29,19 +29,19 @@ def operations_for(spec: JobSpec, groups: Groups, device: torch.device, stage: i
         ValueError: fp8 on a device that has none.
     """
     operations = Operations()
-    if spec.train.precision == "fp8":
-        from jobs.parallel.float8 import float8_operations, fp8_refusal
-
-        refusal = fp8_refusal(device)
-        if refusal is not None:
-            raise ValueError(refusal)
-        operations = float8_operations(operations)
     strategy = spec.strategy
     if not isinstance(strategy, DeepspeedPipelineStrategy):
         if groups.tp.size > 1:
             from jobs.parallel.tensor import tensor_operations
 
             operations = tensor_operations(operations, groups.tp, strategy.sequence_parallel)
+        if spec.train.precision == "fp8":
+            from jobs.parallel.float8 import float8_operations, fp8_refusal
+
+            refusal = fp8_refusal(device)
+            if refusal is not None:
+                raise ValueError(refusal)
+            operations = float8_operations(operations, groups.tp, strategy.sequence_parallel)
         if groups.cp.size > 1:
             from jobs.parallel.context import context_operations
 

@@ -23,7 +23,9 @@ from jobs.engines.native_optimizer import FlatOptimizer
 from jobs.engines.native_parameters import NativeParameters
 from jobs.models.losses import IGNORED_LABEL
 from jobs.optim.grad_norm import clip_factor, squared_norm
+from jobs.parallel.expert import update_router_biases
 from jobs.spec.job import JobSpec
+from jobs.spec.model import router_bias_names
 from jobs.state import Chunk
 
 
@@ -44,10 +46,15 @@ class NativeEngine:
         self._groups = groups
         self._device = device
         self._grad_clip_norm = spec.optim.grad_clip_norm
+        self._bias_rate = 0.0 if spec.model.moe is None else spec.model.moe.bias_update_rate
         self._parameters = NativeParameters(spec, groups, device)
         self._buckets = self._parameters.buckets
         self._stages = self._parameters.modules
         modules = [module for _, module in self._stages]
+        names = set(router_bias_names(spec.model))
+        self._biases = {
+            name: buffer for module in modules for name, buffer in module.named_buffers() if name in names
+        }
         self._model = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
         self._reducer = GradReducer(
             [GradBucket(b.plan, b.gradients, b.axis, b.span) for b in self._buckets],
@@ -87,11 +94,14 @@ class NativeEngine:
         mean_loss, squared = sum_in_place(figures, self._groups.world).tolist()
         # Every rank has the same sums, so all of them see a non-finite gradient on any of them.
         grad_norm = math.sqrt(squared) if squared >= 0 else math.nan
-        if not math.isfinite(grad_norm):
-            return StepResult(mean_loss, grad_norm, skipped=True)
-        self._optimizer.step(lr, clip_factor(grad_norm, self._grad_clip_norm))
-        self._parameters.publish()
-        return StepResult(mean_loss, grad_norm, skipped=False)
+        is_skipped = not math.isfinite(grad_norm)
+        if not is_skipped:
+            self._optimizer.step(lr, clip_factor(grad_norm, self._grad_clip_norm))
+            self._parameters.publish()
+        if self._bias_rate:
+            modules = [module for _, module in self._stages]
+            update_router_biases(modules, self._groups, self._bias_rate, is_skipped=is_skipped)
+        return StepResult(mean_loss, grad_norm, is_skipped)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
@@ -111,6 +121,9 @@ class NativeEngine:
         found = self._parameters.chunks("model", masters)
         for kind, flats in self._optimizer.state.items():
             found += self._parameters.chunks(kind, flats)
+        is_writer = self._groups.sums["data_tp"].rank == 0
+        for name, bias in self._biases.items():
+            found.append(Chunk(f"model/{name}", tuple(bias.shape), (0,), bias, is_writer))
         counter = self._optimizer.counter
         if counter is not None:
             found.append(Chunk("optim/step", (1,), (0,), counter, self._groups.rank == 0))

@@ -91,8 +91,10 @@ class NativeParameters:
         strategy = spec.strategy
         assert isinstance(strategy, NativeStrategy)
         pipeline = strategy.pipeline
-        stages = plan_stages(
-            spec.model, strategy.pp, pipeline.schedule, pipeline.stages_per_rank, pipeline.split
+        stages = (
+            plan_stages(spec.model, strategy.pp, pipeline.schedule, pipeline.stages_per_rank, pipeline.split)
+            if strategy.pp > 1
+            else plan_stages(spec.model, pp=1)
         )
         self._groups = groups
         self.placements = place_parameters(
@@ -121,7 +123,7 @@ class NativeParameters:
                 part.copy_(bucket.masters)
             if len(part) < bucket.plan.stop:
                 gathers.append(
-                    dist.all_gather_into_tensor(bucket.weights, part, group=bucket.axis.group, async_op=True)
+                    dist.all_gather_single(bucket.weights, part, group=bucket.axis.group, async_op=True)
                 )
         for gather in gathers:
             gather.wait()

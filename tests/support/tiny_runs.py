@@ -100,7 +100,8 @@ def plain_optimizer(model: torch.nn.Module, optim: OptimSpec) -> torch.optim.Opt
 
 def plain_loop(spec: JobSpec, n_steps: int = STEPS) -> tuple[list[float], list[float], Llama]:
     """Loss and gradient norm of each step, and the model at the end: one process, whole batches."""
-    model = build_llama(spec.model, spec.run.seed, torch.device("cpu"))
+    dtype = torch.float64 if spec.train.precision == "fp64" else torch.float32
+    model = build_llama(spec.model, spec.run.seed, torch.device("cpu"), dtype)
     optimizer = plain_optimizer(model, spec.optim)
     losses, norms = [], []
     for step in range(n_steps):
