@@ -193,7 +193,9 @@ def _differences(ranks: list[list[Piece]], whole: dict[str, torch.Tensor]) -> tu
 
 def _not_tiled(ranks: list[RankNumbers], one: Numbers) -> list[str]:
     """Parameters of which a piece is written by no rank or by several, or that nobody else knows."""
-    n_writers = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in one.gradients.items()}
+    n_writers = {
+        name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in one.after_adamw.items()
+    }
     problems = []
     for rank in ranks:
         for piece in rank.after_adamw:

@@ -10,6 +10,9 @@ import torch
 from jobs.models.init import build_llama
 from jobs.models.llama import Llama
 from jobs.models.losses import cross_entropy_sum
+from jobs.models.moe import Router
+from jobs.models.operations import Operations
+from jobs.models.router_losses import RouterLossScale
 from jobs.optim.schedule import lr_at
 from jobs.parity.batches import global_batch, n_valid_tokens
 from jobs.parity.phases import gradient_phase, losses_phase, sgd_phase
@@ -55,7 +58,12 @@ class _Loop:
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
-        self._model: Llama = build_llama(spec.model, spec.run.seed, torch.device("cpu"), torch.float64)
+        operations = Operations(
+            router_losses=RouterLossScale(spec.train.global_batch_size, spec.data.seq_len)
+        )
+        self._model: Llama = build_llama(
+            spec.model, spec.run.seed, torch.device("cpu"), torch.float64, operations
+        )
         self._optimizer = _optimizer(self._model, spec.optim)
 
     def step(self, step: int) -> tuple[float, float]:
@@ -72,7 +80,19 @@ class _Loop:
         for group in self._optimizer.param_groups:
             group["lr"] = lr_at(self._spec.optim, self._spec.train.steps, step)
         self._optimizer.step()
+        self._move_router_biases()
         return loss.item(), norm.item()
+
+    @torch.no_grad()
+    def _move_router_biases(self) -> None:
+        """Each expert's selection bias moves one rate against its load (arXiv 2408.15664)."""
+        for router in self._model.modules():
+            if isinstance(router, Router) and router.has_bias:
+                load = router.load.double()
+                moe = self._spec.model.moe
+                assert moe is not None
+                router.e_score_correction_bias += moe.bias_update_rate * (load.mean() - load).sign()
+                router.load.zero_()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Of the last step; zero where a parameter took no part (an expert that no token visited)."""
@@ -82,7 +102,12 @@ class _Loop:
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self._model.named_parameters()}
+        """And the routers' selection biases, which are no parameters but move with them."""
+        named: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        for path, module in self._model.named_modules():
+            if isinstance(module, Router) and module.has_bias:
+                named[f"{path}.e_score_correction_bias"] = module.e_score_correction_bias
+        return {name: tensor.detach().double().clone() for name, tensor in named.items()}
 
 
 def _optimizer(model: torch.nn.Module, optim: OptimSpec) -> torch.optim.Optimizer:
