@@ -198,10 +198,11 @@ class _Vocabulary:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Sum of logsumexp(row) - target logit over the rows with a label; rows are cut over tp.
+    """Sum of logsumexp(row) - target logit over the rows with a label; each row is cut over tp.
 
-    Keeps the logits, which are there anyway, and a logsumexp a row; the softmax is taken again in backward,
-    straight into the gradient. Wider copies of the logits are BLOCK_ELEMENTS at most.
+    Keeps the logits, which are there anyway, and a few numbers a row; the softmax is taken again in backward,
+    on its way into the gradient. Wider copies of the logits are BLOCK_ELEMENTS at most. The largest logit is
+    taken off the target as well and never added back: fp32 would lose the loss' digits beside a large one.
     """
 
     @staticmethod
@@ -222,21 +223,22 @@ class _CrossEntropySum(torch.autograd.Function):
         for rows in _blocks(logits):
             shifted = logits[rows].to(wide) - largest[rows, None]
             torch.sum(shifted.exp_(), 1, out=sums[0, rows])
-        sums[1] = logits.gather(1, local[:, None])[:, 0].to(wide).masked_fill_(elsewhere, 0)
+        target = logits.gather(1, local[:, None])[:, 0].to(wide)
+        sums[1] = (target - largest).masked_fill_(elsewhere, 0)
         sum_in_place(sums, tp)
-        log_sum = largest.add_(sums[0].log_())  # [N]
-        ctx.save_for_backward(logits, local, elsewhere, is_valid, log_sum)
-        return (log_sum - sums[1]).masked_fill_(~is_valid, 0).sum()
+        ctx.save_for_backward(logits, local, elsewhere, is_valid, largest, sums[0])
+        return (sums[0].log() - sums[1]).masked_fill_(~is_valid, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """(softmax - one-hot) * grad, in the logits' type."""
-        logits, local, elsewhere, is_valid, log_sum = ctx.saved_tensors
+        logits, local, elsewhere, is_valid, largest, exp_sum = ctx.saved_tensors
         scale = is_valid * grad  # [N]
         at_label = -scale.masked_fill(elsewhere, 0)
         d_logits = torch.empty_like(logits)
         for rows in _blocks(logits):
-            block = (logits[rows].to(log_sum.dtype) - log_sum[rows, None]).exp_().mul_(scale[rows, None])
+            block = (logits[rows].to(largest.dtype) - largest[rows, None]).exp_()
+            block.mul_((scale[rows] / exp_sum[rows])[:, None])
             block.scatter_add_(1, local[rows, None], at_label[rows, None])
             d_logits[rows] = block
         return None, d_logits, None, None, None
