@@ -60,8 +60,14 @@ def _load(spec: Path, overrides: list[str] | None) -> "JobSpec":
 @app.command()
 def validate(spec: SpecPath, set_: Overrides = None, *, as_json: AsJson = False) -> None:
     """Check a spec: prints the resolved JSON, or every error with file:line."""
+    from jobs.spec.lesson import load_lesson
     from jobs.spec.load import resolved_json
 
+    if lesson := load_lesson(spec, set_ or []):
+        say(json.dumps(lesson.model_dump(mode="json"), indent=2))
+        if not as_json:
+            note(f"ok: lesson {lesson.lesson}, {lesson.n_ranks} ranks")
+        return
     loaded = _load(spec, set_)
     say(resolved_json(loaded))
     if not as_json:
@@ -81,7 +87,18 @@ def run(
         Path | None, typer.Option(help="Export the trained weights in Hugging Face form to this folder.")
     ] = None,
 ) -> None:
-    """Train in the foreground: embedded Ray when no cluster is named; Ctrl-C saves and stops."""
+    """Train in the foreground: embedded Ray when no cluster is named; Ctrl-C saves and stops.
+
+    A lesson (model.kind: mlp) runs on this machine without Ray, and compares itself with one process.
+    """
+    from jobs.spec.lesson import load_lesson
+
+    if lesson := load_lesson(spec, set_ or []):
+        from service.lesson import run_lesson
+
+        if address is not None or demo_kill or export is not None:
+            raise PacktrainError("a lesson runs by itself: it takes no --address, --demo-kill or --export")
+        raise typer.Exit(run_lesson(lesson, say))
     from service.run_store import new_run_id
     from service.runner import RunOptions, start_run, with_absolute_storage
 

@@ -71,9 +71,9 @@ def step_into(expected: Expected, key: str | int, value: Json) -> Expected | Non
     return None
 
 
-def expected_at(tree: Tree, path: KeyPath) -> Expected | None:
+def expected_at(tree: Tree, path: KeyPath, root: type[SpecSection] = JobSpec) -> Expected | None:
     """What the schema expects at the path of a tree; None where it knows no such place."""
-    expected: Expected | None = JobSpec
+    expected: Expected | None = root
     for depth, key in enumerate(path):
         if expected is None:
             return None
@@ -81,9 +81,9 @@ def expected_at(tree: Tree, path: KeyPath) -> Expected | None:
     return expected
 
 
-def keys_at(tree: Tree, path: KeyPath) -> list[str]:
+def keys_at(tree: Tree, path: KeyPath, root: type[SpecSection] = JobSpec) -> list[str]:
     """Names of the keys that the schema knows in the section at the path."""
-    expected = expected_at(tree, path)
+    expected = expected_at(tree, path, root)
     tags = tags_of(expected)
     value = tree.get(path)
     kind = value.get("kind") if isinstance(value, dict) else None
@@ -112,12 +112,20 @@ def in_words(expected: Expected) -> str:
     return " or ".join(dict.fromkeys(words))
 
 
-def problems_of(errors: Iterable[ErrorDetails], tree: Tree) -> list[Problem]:
-    """Pydantic's errors as problems with a place in the user's files and a plain sentence."""
+def problems_of(
+    errors: Iterable[ErrorDetails], tree: Tree, root: type[SpecSection] = JobSpec
+) -> list[Problem]:
+    """Pydantic's errors as problems with a place in the user's files and a plain sentence.
+
+    Args:
+        errors: of validating the tree.
+        tree: what the user wrote.
+        root: the section that the whole file is.
+    """
     found: dict[KeyPath, Problem] = {}
-    placed = [(error, _user_path(error["loc"], tree)) for error in errors]
+    placed = [(error, _user_path(error["loc"], tree, root)) for error in errors]
     misspelt = {
-        (*path[:-1], nearest(str(path[-1]), keys_at(tree, path[:-1])))
+        (*path[:-1], nearest(str(path[-1]), keys_at(tree, path[:-1], root)))
         for error, path in placed
         if error["type"] == "extra_forbidden"
     }
@@ -128,19 +136,19 @@ def problems_of(errors: Iterable[ErrorDetails], tree: Tree) -> list[Problem]:
             continue
         if error["type"] == "too_short" and any(path == other[: len(path)] != other for _, other in placed):
             continue  # pydantic does not count elements that are wrong themselves
-        problem = _problem(error, path, tree)
+        problem = _problem(error, path, tree, root)
         found[problem.path if error["type"] != "value_error" else (*problem.path, error["msg"])] = problem
     return list(found.values())
 
 
-def _user_path(loc: tuple[int | str, ...], tree: Tree) -> KeyPath:
+def _user_path(loc: tuple[int | str, ...], tree: Tree, root: type[SpecSection]) -> KeyPath:
     """The location without what pydantic adds to it: union tags, names of alternatives, [key]."""
     path: KeyPath = ()
-    expected: Expected | None = JobSpec
+    expected: Expected | None = root
     for key in loc:
         if expected is None:
             break
-        if key in tags_of(expected) and expected is not JobSpec:
+        if key in tags_of(expected) and expected is not root:
             expected = tags_of(expected)[str(key)]
             continue
         below = step_into(expected, key, tree.get(path))
@@ -151,11 +159,11 @@ def _user_path(loc: tuple[int | str, ...], tree: Tree) -> KeyPath:
     return path
 
 
-def _problem(error: ErrorDetails, path: KeyPath, tree: Tree) -> Problem:
+def _problem(error: ErrorDetails, path: KeyPath, tree: Tree, root: type[SpecSection]) -> Problem:
     kind, value = error["type"], tree.get(path)
-    expected = expected_at(tree, path)
+    expected = expected_at(tree, path, root)
     if kind == "extra_forbidden":
-        return Problem(tree.origin_of(path), path, _unknown_key(path, tree))
+        return Problem(tree.origin_of(path), path, _unknown_key(path, tree, root))
     if kind == "missing":
         section = dotted(path[:-1]) or "the spec"
         return Problem(
@@ -168,9 +176,9 @@ def _problem(error: ErrorDetails, path: KeyPath, tree: Tree) -> Problem:
     return Problem(tree.origin_of(path), path, _sentence(error, expected, value))
 
 
-def _unknown_key(path: KeyPath, tree: Tree) -> str:
-    word, known = str(path[-1]), keys_at(tree, path[:-1])
-    owners = [k for k, s in tags_of(expected_at(tree, path[:-1])).items() if word in s.model_fields]
+def _unknown_key(path: KeyPath, tree: Tree, root: type[SpecSection]) -> str:
+    word, known = str(path[-1]), keys_at(tree, path[:-1], root)
+    owners = [k for k, s in tags_of(expected_at(tree, path[:-1], root)).items() if word in s.model_fields]
     if owners:
         kind = tree.get((*path[:-1], "kind"))
         return f"belongs to kind {' or '.join(owners)}, but kind is {kind}; known here: {', '.join(known)}"
