@@ -11,9 +11,28 @@ Convention = Literal["causal_half", "full_attention"]
 
 
 def n_matmul_params(model: ModelSpec) -> int:
-    """Weights that every token is multiplied with: the layers' matrices, and the logits' (tied or not)."""
+    """Weights that a token is multiplied with: the layers' matrices, and the logits' (tied or not).
+
+    Of routed experts those that one token visits, and the router; capacity, which drops some, is not counted.
+    """
     attention = model.d_model * model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
-    return model.n_layers * (attention + 3 * model.d_model * model.d_ff) + model.vocab_size * model.d_model
+    dense, sparse = 3 * model.d_model * model.d_ff, 0
+    n_sparse = 0
+    if model.moe is not None:
+        n_sparse = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
+        visited = model.moe.top_k + model.moe.n_shared_experts
+        sparse = model.d_model * (3 * model.moe.d_ff * visited + model.moe.n_experts)
+    feed_forward = (model.n_layers - n_sparse) * dense + n_sparse * sparse
+    return model.n_layers * attention + feed_forward + model.vocab_size * model.d_model
+
+
+def n_active_params(model: ModelSpec) -> int:
+    """Parameters that one token meets: all but the routed experts that it does not visit."""
+    if model.moe is None:
+        return model.n_params
+    n_sparse = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
+    idle = 3 * model.d_model * model.moe.d_ff * (model.moe.n_experts - model.moe.top_k)
+    return model.n_params - n_sparse * idle
 
 
 def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention) -> float:
@@ -25,8 +44,8 @@ def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention) -> f
         full_attention   6 * (N - N_embedding) + 12 L h s                      (torchtitan)
 
     Attention costs 12 L h s a token if every pair of positions is counted, half of it where the causal half
-    is left out. N counts norm weights also. Tied embeddings are kept in N: the same matrix makes the
-    logits.
+    is left out. N counts norm weights also, and of routed experts those that one token visits. Tied
+    embeddings are kept in N: the same matrix makes the logits.
 
     Args:
         model: the model.
@@ -39,7 +58,7 @@ def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention) -> f
             return 6.0 * n_matmul_params(model) + 6.0 * attention
         case "full_attention":
             looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
-            return 6.0 * (model.n_params - looked_up) + 12.0 * attention
+            return 6.0 * (n_active_params(model) - looked_up) + 12.0 * attention
     assert_never(convention)
 
 

@@ -17,6 +17,9 @@ _NOT_THE_MODEL: Final = {"preset", "hf_config", "init_std", "max_seq_len"}
 """Keys of the model section that say where values came from, how weights began, or a limit: the same weights
 mean the same without them. All others count, equal shapes or not."""
 
+_TRAINING_OF_EXPERTS: Final = {"balance_loss_coef", "z_loss_coef", "bias_update_rate", "capacity_factor"}
+"""Keys of model.moe that say how experts are kept busy while they are trained."""
+
 _BREAKING: Final = (
     *(f"model.{key}" for key in ModelSpec.model_fields if key not in _NOT_THE_MODEL),
     "data.sources",
@@ -106,10 +109,13 @@ def announce_lr(old: JobSpec, new: JobSpec, step: int) -> str | None:
 def model_fingerprint(model: ModelSpec) -> str:
     """What the weights mean, as canonical JSON: shapes, RoPE base and scaling, norm epsilon, tied embeddings.
 
-    Equal fingerprints: weights of the one model are weights of the other. Names, initialisation and the
-    longest sequence do not count. A checkpoint keeps it.
+    Equal fingerprints: weights of the one model are weights of the other. Names, initialisation, the longest
+    sequence and how experts are balanced do not count. A checkpoint keeps it.
     """
-    return json.dumps(model.model_dump(mode="json", exclude=_NOT_THE_MODEL), sort_keys=True)
+    left_out: dict[str, bool | set[str]] = dict.fromkeys(_NOT_THE_MODEL, True) | {"moe": _TRAINING_OF_EXPERTS}
+    if all(model.is_moe_layer(layer) for layer in range(model.n_layers)):
+        left_out["d_ff"] = True  # of dense layers, and there is none
+    return json.dumps(model.model_dump(mode="json", exclude=left_out), sort_keys=True)
 
 
 def model_changes(old: JobSpec, new: JobSpec) -> tuple[Change, ...]:

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json of a Llama into the model section's keys. Reads no weights."""
+"""Reads a Hugging Face config.json of a Llama or Mixtral into the model section's keys. Reads no weights."""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +28,9 @@ _LOOKALIKES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 _OTHER_MODELS: Final[Mapping[str, str]] = {
-    "mixtral": "its feed-forward layers are a mixture of experts (num_local_experts)",
+    "qwen3_moe": "it normalises queries and keys (QK norm)",
+    "deepseek_v2": "its attention is latent (MLA)",
+    "deepseek_v3": "its attention is latent (MLA)",
     "qwen2": "its query, key and value projections have a bias (attention bias)",
     "qwen3": "it normalises queries and keys (QK norm)",
     "gemma": "it scales embeddings, and its norms multiply by (1 + weight)",
@@ -41,24 +43,42 @@ _MUST_BE: Final[Mapping[str, tuple[tuple[Json, ...], str]]] = {
     "mlp_bias": ((False, None), "feed-forward projections have no bias"),
     "attention_dropout": ((0, 0.0, None), "there is no dropout"),
     "sliding_window": ((None,), "attention has no sliding window"),
-    "num_local_experts": ((None, 0, 1), "there are no experts"),
+    "router_jitter_noise": ((0, 0.0, None), "the router has no noise"),
     "quantization_config": ((None,), "weights are not quantised"),
     "partial_rotary_factor": ((1, 1.0, None), "the whole head is rotated"),
 }
 """Keys that change the maths: the values that mean a plain Llama, and what we have."""
 
+_DENSE: Final = ((None, 0, 1), "a llama's layers have no experts (mixtral's have)")
+"""The same of num_local_experts, in a Llama."""
+
+_MIXTRAL_DEFAULTS: Final[Mapping[str, Json]] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+}
+"""Where MixtralConfig's own defaults are not LlamaConfig's."""
+
 
 def read_hf_config(path: Path) -> dict[str, Json]:
     """The model section's keys that a config.json gives, Hugging Face's own defaults filled in.
+
+    Mixtral's layers become model.moe with a softmax router; its router_aux_loss_coef is of another loss (over
+    all layers and the batch) and is left out.
 
     Args:
         path: a config.json, or the folder that holds one.
 
     Raises:
-        SpecError: unreadable, no JSON object, not a Llama (with the reason), or keys missing.
+        SpecError: unreadable, no JSON object, neither Llama nor Mixtral (with the reason), or keys missing.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_object(file)
+    is_mixtral = config.get("model_type") == "mixtral"
+    if is_mixtral:
+        config = {**_MIXTRAL_DEFAULTS, **config}
     problems = _refusals(config)
     if not problems:
         problems = _missing(config)
@@ -75,7 +95,22 @@ def read_hf_config(path: Path) -> dict[str, Json]:
     found["rope_scaling"] = scaling
     found["tie_embeddings"] = _or(config.get("tie_word_embeddings"), False)
     found["init_std"] = _or(config.get("initializer_range"), 0.02)
+    if is_mixtral:
+        found["moe"] = _mixtral_experts(config)
     return found
+
+
+def _mixtral_experts(config: Mapping[str, Json]) -> dict[str, Json]:
+    return {
+        "n_experts": config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "d_ff": config["intermediate_size"],
+        "n_shared_experts": 0,
+        "n_dense_layers": 0,
+        "router": "softmax",
+        "normalize_weights": True,
+        "routed_scale": 1.0,
+    }
 
 
 def _or(value: Json, default: Json) -> Json:
@@ -95,14 +130,15 @@ def _read_object(file: Path) -> dict[str, Json]:
 
 def _refusals(config: Mapping[str, Json]) -> list[str]:
     kind = config.get("model_type")
-    if kind != "llama":
+    if kind not in ("llama", "mixtral"):
         if not isinstance(kind, str):
             return [f"model_type is {describe(kind)}; a Llama's config.json says llama"]
-        why = _OTHER_MODELS.get(kind, "only plain Llama layers are implemented")
+        why = _OTHER_MODELS.get(kind, "only plain Llama and Mixtral layers are implemented")
         return [f"model_type {kind} is not supported: {why}"]
+    rules = _MUST_BE if kind == "mixtral" else {**_MUST_BE, "num_local_experts": _DENSE}
     return [
         f"{key} is {describe(config[key])}, but in the model that Packtrain trains {what}"
-        for key, (allowed, what) in _MUST_BE.items()
+        for key, (allowed, what) in rules.items()
         if key in config and config[key] not in allowed
     ]
 

@@ -18,6 +18,7 @@ from jobs.spec.deepspeed_json import check_zero_options, merge_deepspeed_json
 from jobs.spec.deepspeed_reading import DeepspeedReport
 from jobs.spec.hf_config import read_hf_config
 from jobs.spec.job import JobSpec
+from jobs.spec.lesson import is_lesson
 from jobs.spec.overrides import apply_overrides
 from jobs.spec.presets import PRESETS
 from jobs.spec.schema import problems_of
@@ -74,6 +75,10 @@ def load_spec_with_report(path: str | Path, overrides: Sequence[str] = ()) -> Lo
     """
     tree = read_yaml(Path(path))
     apply_overrides(tree, overrides)
+    if is_lesson(tree):
+        raise SpecError(
+            f"{path}: is a lesson (model.kind: mlp), not a run; start it with packtrain run {path}"
+        )
     _resolve_paths(tree, Path(path).absolute().parent)
     report = _take_deepspeed_json(tree)
     check_zero_options(tree)
@@ -222,7 +227,17 @@ def _take_model_defaults(tree: Tree) -> None:
     for key, value in defaults.items():
         if key not in model:
             tree.put(("model", key), value, origin)
+        elif key == "moe":
+            _take_expert_defaults(tree, model[key], value, origin)
     _take_head_dim(tree, model)
+
+
+def _take_expert_defaults(tree: Tree, given: Json, defaults: Json, origin: Origin) -> None:
+    """Below model.moe as well, keys that are written out win one by one."""
+    if isinstance(given, dict) and isinstance(defaults, dict):
+        for key, value in defaults.items():
+            if key not in given:
+                tree.put(("model", "moe", key), value, origin)
 
 
 def _take_head_dim(tree: Tree, model: dict[str, Json]) -> None:

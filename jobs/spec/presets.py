@@ -24,6 +24,9 @@ class Preset:
     rope_factor: float | None = None
     """Factor of Llama 3.1's rope scaling; None has no scaling."""
     tie_embeddings: bool = False
+    norm_eps: float = 1e-5
+    moe: Mapping[str, Json] | None = None
+    """Keys of model.moe; None has no experts."""
 
     def defaults(self) -> dict[str, Json]:
         """The keys of the model section that the preset gives."""
@@ -45,10 +48,11 @@ class Preset:
             "n_kv_heads": self.n_kv_heads,
             "d_ff": self.d_ff,
             "max_seq_len": self.max_seq_len,
-            "norm_eps": 1e-5,
+            "norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
             "rope_scaling": scaling,
             "tie_embeddings": self.tie_embeddings,
+            "moe": None if self.moe is None else dict(self.moe),
         }
 
 
@@ -98,6 +102,34 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
             "Llama 2 7B",
             vocab_size=32_000, n_layers=32, d_model=4096, n_heads=32, n_kv_heads=32, d_ff=11_008,
             max_seq_len=4096, rope_theta=10_000.0,
+        ),
+        "tiny_moe": Preset(
+            "1.8 M parameters, 0.9 M of them active, 8 experts in 3 of 4 layers: tests, seconds on a CPU",
+            vocab_size=512, n_layers=4, d_model=128, n_heads=4, n_kv_heads=2, d_ff=384, max_seq_len=1024,
+            rope_theta=10_000.0,
+            moe={
+                "n_experts": 8, "top_k": 2, "d_ff": 128, "n_shared_experts": 1, "n_dense_layers": 1,
+                "router": "sigmoid", "balance_loss_coef": 1e-4, "z_loss_coef": 1e-4, "bias_update_rate": 1e-3,
+            },
+        ),
+        "mixtral_8x7b": Preset(
+            "Mixtral 8x7B: 46.7 B parameters, 12.9 B active; balance and z loss for training it",
+            vocab_size=32_000, n_layers=32, d_model=4096, n_heads=32, n_kv_heads=8, d_ff=14_336,
+            max_seq_len=32_768, rope_theta=1_000_000.0,
+            moe={
+                "n_experts": 8, "top_k": 2, "d_ff": 14_336, "balance_loss_coef": 0.01, "z_loss_coef": 1e-3,
+            },
+        ),
+        "deepseek_16b": Preset(
+            "DeepSeekMoE 16B's shape (arXiv 2401.06066), 2.8 B active: 64 fine experts and 2 shared; the "
+            "router is DeepSeek-V3's (sigmoid, selection bias), attention is not (no MLA)",
+            vocab_size=102_400, n_layers=28, d_model=2048, n_heads=16, n_kv_heads=16, d_ff=10_944,
+            max_seq_len=4096, rope_theta=10_000.0, norm_eps=1e-6,
+            moe={
+                "n_experts": 64, "top_k": 6, "d_ff": 1408, "n_shared_experts": 2, "n_dense_layers": 1,
+                "router": "sigmoid", "routed_scale": 1.0, "balance_loss_coef": 1e-4,
+                "bias_update_rate": 1e-3,
+            },
         ),
     }
 )  # fmt: skip

@@ -49,7 +49,7 @@ def export_huggingface(
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = 5_000_000_000,
 ) -> Path:
-    """Write a folder that transformers' LlamaForCausalLM and AutoTokenizer load.
+    """Write a folder that transformers' LlamaForCausalLM (or MixtralForCausalLM) and AutoTokenizer load.
 
     The same input gives the same bytes. Holds one file's weights in memory at a time.
 
@@ -68,6 +68,7 @@ def export_huggingface(
     Raises:
         CheckpointError: out_dir exists, the checkpoint is of another model, lacks a weight or is damaged,
             or the files cannot be written.
+        SpecError: the model has experts of a kind that no Hugging Face model here has.
     """
     if out_dir.exists():
         raise CheckpointError(f"{out_dir} exists: give a folder that does not")
@@ -76,10 +77,9 @@ def export_huggingface(
     try:
         temporary.mkdir(parents=True)
         end_of_document_id = _write_tokenizer(tokenizer_json, temporary)
+        config = hf_config(model, str(dtype).removeprefix("torch."), end_of_document_id)
+        _write_json(temporary / _CONFIG, config)
         _write_weights(ref, model, temporary, dtype, max_file_bytes)
-        _write_json(
-            temporary / _CONFIG, hf_config(model, str(dtype).removeprefix("torch."), end_of_document_id)
-        )
         fsync_folder(temporary)
         temporary.rename(out_dir)
         fsync_folder(out_dir.parent)

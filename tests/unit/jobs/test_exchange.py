@@ -2,9 +2,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from jobs.errors import SpecError
 from jobs.exchange import hf_config, is_ignored, to_huggingface
 from jobs.models.llama import Llama
-from jobs.spec.model import ModelSpec, RopeScaling, parameter_shapes
+from jobs.spec.model import ModelSpec, MoeSpec, RopeScaling, parameter_shapes
 
 
 def spec(**changes: object) -> ModelSpec:
@@ -59,3 +60,22 @@ def test_config_is_read_as_meant_by_transformers() -> None:
 def test_buffers_are_told_from_weights() -> None:
     assert is_ignored("model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not is_ignored("model.layers.0.self_attn.q_proj.weight")
+
+
+def test_experts_have_the_names_of_mixtral_files() -> None:
+    assert to_huggingface("layers.3.mlp.gate.weight") == "model.layers.3.block_sparse_moe.gate.weight"
+    matrices = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    for ours, theirs in matrices.items():
+        name = to_huggingface(f"layers.3.mlp.experts.17.{ours}.weight")
+        assert name == f"model.layers.3.block_sparse_moe.experts.17.{theirs}.weight"
+    assert to_huggingface("layers.3.mlp.gate_proj.weight") == "model.layers.3.mlp.gate_proj.weight"
+
+
+def test_experts_that_mixtral_has_not_are_refused() -> None:
+    moe = MoeSpec(n_experts=4, top_k=2, d_ff=16, n_shared_experts=1, router="sigmoid")
+    with pytest.raises(SpecError) as refusal:
+        hf_config(spec(moe=moe))
+    assert str(refusal.value) == (
+        "of models with experts only Mixtral's kind has a Hugging Face form here; model.moe has "
+        "router=sigmoid (Mixtral: softmax), n_shared_experts=1 (Mixtral: 0)"
+    )

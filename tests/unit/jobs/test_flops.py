@@ -1,7 +1,8 @@
 import pytest
 
-from jobs.flops import flops_per_token, mfu_frac, tflops_per_rank
-from jobs.spec.model import ModelSpec
+from jobs.flops import flops_per_token, mfu_frac, n_active_params, n_matmul_params, tflops_per_rank
+from jobs.spec.model import ModelSpec, MoeSpec
+from jobs.spec.presets import PRESETS
 
 
 def _llama(n_layers, d_model, n_heads, d_ff):
@@ -57,3 +58,31 @@ def test_tied_embeddings_still_make_the_logits():
     tied = LLAMA_8B.model_copy(update={"tie_embeddings": True})
     for convention in ("causal_half", "full_attention"):
         assert flops_per_token(tied, 8192, convention) == flops_per_token(LLAMA_8B, 8192, convention)
+
+
+def _preset(name):
+    return ModelSpec.model_validate({**PRESETS[name].defaults(), "head_dim": 128})
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("mixtral_8x7b", 12.88), ("deepseek_16b", 2.83), ("llama2_7b", 6.74)]
+)
+def test_active_parameters_as_published(name, billions):
+    assert n_active_params(_preset(name)) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_a_token_pays_for_the_experts_it_visits_and_for_the_router():
+    dense = LLAMA_8B.model_copy(update={"d_ff": 2 * 1000 + 3 * 1000})
+    moe = MoeSpec(n_experts=16, top_k=2, d_ff=1000, n_shared_experts=3)
+    sparse = LLAMA_8B.model_copy(update={"moe": moe})
+    routers = 32 * 16 * 4096
+    assert n_matmul_params(sparse) == n_matmul_params(dense) + routers
+    assert n_active_params(sparse) == dense.n_params + routers
+    for convention in ("causal_half", "full_attention"):
+        extra = flops_per_token(sparse, 8192, convention) - flops_per_token(dense, 8192, convention)
+        assert extra == pytest.approx(6 * routers)
+
+
+def test_leading_dense_layers_pay_for_their_own_network():
+    moe = MoeSpec(n_experts=4, top_k=1, d_ff=100, n_dense_layers=32)
+    assert n_matmul_params(LLAMA_8B.model_copy(update={"moe": moe})) == n_matmul_params(LLAMA_8B)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.errors import SpecError
+from jobs.spec.compare import model_fingerprint
 from jobs.spec.hf_config import read_hf_config
 from jobs.spec.load import load_spec
 from jobs.spec.presets import PRESETS
@@ -49,6 +50,8 @@ def with_config(config: object) -> str:
         ("70b", 70_553_706_496),
         ("405b", 405_853_388_800),
         ("llama2_7b", 6_738_415_616),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("deepseek_16b", 16_375_728_128),
     ],
 )
 def test_published_parameter_counts(write_spec, preset, n_params):
@@ -77,6 +80,47 @@ def test_explicit_keys_win_over_the_preset(write_spec):
     assert (model.d_model, model.head_dim, model.n_kv_heads, model.d_ff) == (1024, 64, 8, 14_336)
     assert model.rope_scaling is None
     assert model.norm_eps == 1e-6
+
+
+def test_explicit_keys_of_experts_win_one_by_one(write_spec):
+    text = VALID.replace("preset: tiny", "preset: mixtral_8x7b\n  moe: {n_experts: 4, balance_loss_coef: 0}")
+    moe = load_spec(write_spec(text)).model.moe
+    assert (moe.n_experts, moe.balance_loss_coef) == (4, 0.0)
+    assert (moe.top_k, moe.d_ff, moe.z_loss_coef) == (2, 14_336, 1e-3)
+
+
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [(), ("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "rope_theta", "rms_norm_eps")],
+    ids=["published", "defaults left out"],
+)
+def test_mixtral_config(write_spec, tmp_path, left_out):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in MIXTRAL_8X7B.items() if k not in left_out}))
+    model = load_spec(write_spec(with_config(path))).model
+    assert model.n_params == 46_702_792_704
+    preset = load_spec(write_spec(VALID.replace("tiny", "mixtral_8x7b"))).model
+    assert model_fingerprint(model) == model_fingerprint(preset)
 
 
 def test_explicit_head_dim_stays(write_spec):
@@ -213,9 +257,17 @@ def test_what_transformers_writes_is_read(tmp_path):
     ("config", "expected"),
     [
         (
-            LLAMA_31_8B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
-            "model_type mixtral is not supported: its feed-forward layers are a mixture of experts "
-            "(num_local_experts)",
+            LLAMA_31_8B | {"num_local_experts": 8},
+            "num_local_experts is 8, but in the model that Packtrain trains a llama's layers "
+            "have no experts (mixtral's have)",
+        ),
+        (
+            LLAMA_31_8B | {"model_type": "mixtral", "router_jitter_noise": 0.1},
+            "router_jitter_noise is 0.1, but in the model that Packtrain trains the router has no noise",
+        ),
+        (
+            LLAMA_31_8B | {"model_type": "deepseek_v3"},
+            "model_type deepseek_v3 is not supported: its attention is latent (MLA)",
         ),
         (
             LLAMA_31_8B | {"model_type": "qwen2"},
@@ -224,7 +276,7 @@ def test_what_transformers_writes_is_read(tmp_path):
         ),
         (
             LLAMA_31_8B | {"model_type": "opt"},
-            "model_type opt is not supported: only plain Llama layers are implemented",
+            "model_type opt is not supported: only plain Llama and Mixtral layers are implemented",
         ),
         (
             {k: v for k, v in LLAMA_31_8B.items() if k != "model_type"},

@@ -8,7 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from jobs.errors import CheckpointError
 from jobs.events import Progress
@@ -16,7 +23,7 @@ from jobs.exchange import MODEL_PREFIX, hf_config
 from jobs.mesh import Mesh
 from jobs.models.llama import Llama
 from jobs.spec.compare import model_fingerprint
-from jobs.spec.model import ModelSpec, RopeScaling, parameter_shapes
+from jobs.spec.model import ModelSpec, MoeSpec, RopeScaling, parameter_shapes
 from jobs.state import Chunk
 from ops.checkpoint.huggingface import export_huggingface, import_huggingface, read_huggingface
 from ops.checkpoint.manifest import Identity
@@ -38,6 +45,7 @@ VARIANTS = {
     "tied": spec(tie_embeddings=True),
     "mha_wide_heads": spec(n_kv_heads=4, head_dim=16),
     "scaled": spec(rope_scaling=RopeScaling(factor=4.0, original_max_seq_len=16)),
+    "mixtral": spec(moe=MoeSpec(n_experts=5, top_k=2, d_ff=24)),
 }
 
 
@@ -84,7 +92,9 @@ def test_transformers_gives_our_logits(tmp_path: Path, model: ModelSpec) -> None
     ours = Llama(model)
     ours.load_state_dict(values, strict=True)
     out = export_huggingface(checkpoint(tmp_path / "c", model, values), model, None, tmp_path / "out")
-    theirs = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     tokens = torch.randint(0, model.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(48).expand(2, -1)
     with torch.no_grad():
@@ -96,7 +106,7 @@ def test_transformers_gives_our_logits(tmp_path: Path, model: ModelSpec) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gqa", "tied"])
+@pytest.mark.parametrize("name", ["gqa", "tied", "mixtral"])
 @pytest.mark.parametrize("max_file_bytes", [10**9, 20_000])
 def test_export_import_export_is_byte_identical(
     tmp_path: Path, name: str, dtype: torch.dtype, max_file_bytes: int, tokenizer_json: Path
@@ -146,6 +156,22 @@ def test_a_model_saved_by_transformers_is_read(tmp_path: Path) -> None:
     for name, parameter in theirs.named_parameters():
         ours = MODEL_PREFIX + (name if name == "lm_head.weight" else name.removeprefix("model."))
         assert torch.equal(target[ours], parameter)
+
+
+def test_a_mixtral_saved_by_transformers_gives_its_logits(tmp_path: Path) -> None:
+    model = VARIANTS["mixtral"]
+    torch.manual_seed(0)
+    theirs = MixtralForCausalLM(MixtralConfig(**hf_config(model))).eval()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    target, chunks = empty_chunks(model)
+    read_huggingface(tmp_path / "theirs", chunks, model)
+    ours = Llama(model)
+    ours.load_state_dict({name.removeprefix(MODEL_PREFIX): t for name, t in target.items()}, strict=True)
+    tokens = torch.randint(0, model.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(tokens, torch.arange(48).expand(2, -1), None)
+    assert expected.abs().max() > 0.1
+    assert (found - expected).abs().max() < 1e-5
 
 
 def test_only_boxes_of_a_rank_are_filled_and_the_rest_is_left_alone(tmp_path: Path) -> None:
