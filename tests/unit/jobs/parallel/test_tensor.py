@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from jobs.comm.collectives import Pending, enter, gather, max_in_place
@@ -14,6 +15,7 @@ from jobs.models.operations import Operations
 from jobs.parallel import tensor
 from jobs.parallel.placement import chunk, kv_replicas
 from jobs.parallel.tensor import sum_replicated_gradients, tensor_operations
+from jobs.planner.stages import Stage
 from tests.support.layouts import gathered, gradients, local_model, plain_gradients, sum_gradients
 from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.tiny_runs import tiny_model
@@ -275,6 +277,46 @@ def _two_backward_passes(groups, sequence_parallel):
 @SP
 def test_two_backward_passes_communicate_what_one_does(tmp_path, sequence_parallel):
     run_ranks(_two_backward_passes, Mesh(tp=2), tmp_path, sequence_parallel)
+
+
+def _split_stage(groups, sequence_parallel):
+    """The last stage of a pipeline, as torch.distributed.pipelining splits its backward pass."""
+    counted = _Counted()
+    spec = tiny_model()
+    operations = tensor_operations(Operations(), groups.tp, sequence_parallel)
+    model, _ = local_model(
+        spec,
+        groups.mesh,
+        groups,
+        operations,
+        stage=Stage(1, 0, range(2), is_first=False, is_last=True),
+        sequence_parallel=sequence_parallel,
+    )
+    _, labels, positions, document_ids = _batch(spec.vocab_size)
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(3, 8, spec.d_model, dtype=torch.float64, generator=generator)
+    own = whole.chunk(groups.tp.size, 1)[groups.tp.rank] if sequence_parallel else whole
+
+    def forward():
+        x = own.clone().requires_grad_()
+        return x, operations.loss(model(x, positions, document_ids), labels)
+
+    x, loss = forward()
+    loss.backward()
+    at_once = counted.take()
+    want_x, want = x.grad, {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    x, loss = forward()
+    d_inputs, later = stage_backward_input([loss], None, [x], model.parameters())
+    stage_backward_weight(model.parameters(), later)
+    torch.testing.assert_close(d_inputs[0], want_x, **TIGHT)
+    torch.testing.assert_close(gradients(model), want, **TIGHT)
+    assert sorted(counted.take()) == sorted(at_once)
+
+
+@SP
+def test_a_split_pipeline_stage_equals_the_whole_backward_pass(tmp_path, sequence_parallel):
+    run_ranks(_split_stage, Mesh(tp=2), tmp_path, sequence_parallel)
 
 
 def _naive_columns(groups, sequence_parallel):
