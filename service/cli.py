@@ -222,6 +222,30 @@ def report(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: As
         show_report(made, run_dir)
 
 
+@app.command()
+def parity(
+    spec: SpecPath,
+    set_: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps over which losses are compared.")] = 10,
+    max_ranks: Annotated[
+        int, typer.Option(min=1, help="Lower dp until there are no more ranks than this.")
+    ] = 32,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a layout, on a tiny model, with one process: losses, gradients, steps. Exit code 1 if unequal."""
+    from service.parity import parity_lines, run_parity
+
+    outcome = run_parity(_load(spec, set_), steps, max_ranks, note)
+    if as_json:
+        say(json.dumps(outcome.to_json(), indent=2))
+    else:
+        for line in parity_lines(outcome):
+            say(line)
+    if not outcome.report.ok:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Called by service/__main__.py: every error meant for the user is one text and exit code 2."""
     try:

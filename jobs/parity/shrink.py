@@ -125,8 +125,9 @@ def _n_layers(spec: JobSpec) -> int:
         split = strategy.pipeline.split
     elif not isinstance(strategy, DeepspeedZeroStrategy):
         split = strategy.split
-    if not isinstance(split, str):
-        return sum(_small_split(split))
+    small = _small_split(split)
+    if not isinstance(small, str):
+        return sum(small)
     if n_stages == 1:
         return min(n_layers, 2)
     return n_stages + n_layers % n_stages
