@@ -5,11 +5,12 @@ interleaved, 2 a rank     0 1 2 3 0 1 2 3    stage i is on rank i mod pp (arXiv 
 V-shaped, 2 a rank        0 1 2 3 3 2 1 0    first and last stage on rank 0 (arXiv 2401.10241, 5)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from jobs.spec.model import ModelSpec, parameter_shapes
-from jobs.spec.strategy import PipelineSchedule, Split
+from jobs.spec.strategy import PipelineSchedule, Recompute, Split
 
 V_SHAPED: frozenset[PipelineSchedule] = frozenset({"zbv_zero_bubble", "dualpipev"})
 INTERLEAVED: frozenset[PipelineSchedule] = frozenset({"interleaved_1f1b", "interleaved_zero_bubble"})
@@ -106,6 +107,26 @@ def schedule_refusal(
             f"pipeline.schedule={schedule} over pp={pp} runs micro-batches in {rounds} equal rounds; "
             f"grad_accum_steps={n_micro_batches} does not divide: use {n_micro_batches // pp * pp} or "
             f"{-(-n_micro_batches // pp) * pp}"
+        )
+    return None
+
+
+def recompute_refusal(schedule: PipelineSchedule, modes: Sequence[Recompute]) -> str | None:
+    """Why stages cannot recompute so under a schedule, in one sentence; None where they can.
+
+    torch's checkpoints compute a layer again for each pass through its graph, and a backward pass taken
+    apart is one pass for the input and one for nearly each weight: "full" would run every layer about ten
+    times, and "ops" forbids the second pass.
+
+    Args:
+        schedule: the schedule.
+        modes: of the stages.
+    """
+    barred = sorted({mode for mode in modes if mode in ("full", "ops")})
+    if schedule in SPLIT_BACKWARD and barred:
+        return (
+            f"recompute={barred[0]} does not go with pipeline.schedule={schedule}, which takes the backward "
+            "pass apart: use recompute=attention or none, or the schedule 1f1b or interleaved_1f1b"
         )
     return None
 
