@@ -1,9 +1,18 @@
 """All-gather attention (arXiv 2407.21783, 3.3.2): every rank gets all keys and values, queries stay.
 
-One all-gather of the kv heads forward, one reduce-scatter of their gradients backward. With zig-zag parts
-(s = S / 2 cp) rank i computes, for each of its two chunks of rows, a causal s x s block and one full block
-against all keys before it: together 2 cp s^2 on every rank, as in the ring, in at most four kernels, but with
-the keys and values of the whole sequence in memory until the layer's backward pass.
+One all-gather of the kv heads forward, one reduce-scatter of their gradients backward; both travel while
+the rank computes its own part (causal, 2 s x 2 s with s = S / 2 cp). The rows of rank i, which are chunks i
+and 2 cp - 1 - i:
+
+    cp = 4, i = 1, chunks of keys      0   1   2   3   4   5   6   7
+    chunk 1 of the rows                x   own
+    chunk 6 of the rows                x   own y   y   y   y   own
+
+    x   both chunks of rows, the keys before the early one: 2 s x i s, full
+    y   the late chunk of rows, the keys between the two: s x (2 cp - 2 - 2 i) s, full
+
+Together 2 cp s^2 on every rank, as in a ring, in three kernels whatever cp is; but the keys and values of the
+whole sequence stay in memory until the layer's backward pass.
 
 Knows no other way of context parallelism.
 
@@ -14,7 +23,7 @@ from typing import Any
 
 import torch
 
-from jobs.comm.collectives import gather_plain, scatter_sum_plain
+from jobs.comm.collectives import start_gather, start_scatter_sum
 from jobs.comm.groups import Axis
 from jobs.parallel.context_blocks import (
     Block,
@@ -28,7 +37,7 @@ from jobs.parallel.zigzag import in_parts, in_true_order, part_of
 
 
 def gather_blocks(rank: int, cp: int, n_rows: int) -> list[Block]:
-    """Which rows of `rank` see which keys of the whole sequence; each row's causal block comes first.
+    """Which rows of `rank` see which keys of the whole sequence, the rank's own part apart.
 
     Args:
         rank: place on the cp axis.
@@ -36,13 +45,9 @@ def gather_blocks(rank: int, cp: int, n_rows: int) -> list[Block]:
         n_rows: S/cp, rows of each rank.
     """
     half = n_rows // 2
-    blocks = []
-    for rows, chunk in ((slice(0, half), rank), (slice(half, n_rows), 2 * cp - 1 - rank)):
-        first = chunk * half
-        blocks.append(Block(rows, slice(first, first + half), causal=True))
-        if chunk:
-            blocks.append(Block(rows, slice(0, first), causal=False))
-    return blocks
+    before = Block(slice(0, n_rows), slice(0, rank * half), causal=False)
+    between = Block(slice(half, n_rows), slice((rank + 1) * half, (2 * cp - 1 - rank) * half), causal=False)
+    return [block for block in (before, between) if block.keys.start < block.keys.stop]
 
 
 def gather_attention(
@@ -74,36 +79,30 @@ class _Gathered(torch.autograd.Function):
         ids: torch.Tensor | None,
         cp: Axis,
     ) -> torch.Tensor:
-        gathered = gather_plain(torch.stack((k, v)).unsqueeze(0), cp, 0)  # [cp, 2, B, K, S/cp, C]
-        kv = in_true_order(list(gathered.unbind(0)), 3)  # [2, B, K, S, C]
-        out = q.new_empty(q.shape, dtype=accumulator_type(q.dtype))
-        lse = out.new_empty(q.shape[:3])
-        for block in gather_blocks(cp.rank, cp.size, q.shape[2]):
-            has_work, same = _mask(ids, block, cp)
-            if not has_work:
-                continue
+        pending = start_gather(torch.stack((k, v)).unsqueeze(0), cp, 0)
+        own_ids, others = _blocks(ids, q.shape[2], cp)
+        _, same = same_document(own_ids, own_ids)
+        out, lse = attend(q, k, v, True, same)
+        out = out.to(accumulator_type(q.dtype))
+        kv = in_true_order(list(pending.wait().unbind(0)), 3)  # [2, B, K, S, C]
+        for block, same in others:
             rows, keys = block.rows, block.keys
-            found = attend(q[:, :, rows], kv[0, :, :, keys], kv[1, :, :, keys], block.causal, same)
-            if block.causal:
-                out[:, :, rows], lse[:, :, rows] = found
-            else:
-                merge(out[:, :, rows], lse[:, :, rows], *found)
+            found = attend(q[:, :, rows], kv[0, :, :, keys], kv[1, :, :, keys], False, same)
+            merge(out[:, :, rows], lse[:, :, rows], *found)
         out = out.to(q.dtype)
         ctx.cp = cp
-        ctx.save_for_backward(q, kv, ids, out, lse)
+        ctx.save_for_backward(q, k, v, kv, ids, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, kv, ids, out, lse = ctx.saved_tensors
+        q, k, v, kv, ids, out, lse = ctx.saved_tensors
         cp: Axis = ctx.cp
         kind = accumulator_type(q.dtype)
-        d_q = torch.zeros_like(q, dtype=kind)
+        own_ids, others = _blocks(ids, q.shape[2], cp)
         d_kv = torch.zeros_like(kv, dtype=kind)  # [2, B, K, S, C]
-        for block in gather_blocks(cp.rank, cp.size, q.shape[2]):
-            has_work, same = _mask(ids, block, cp)
-            if not has_work:
-                continue
+        d_others = []
+        for block, same in others:
             rows, keys = block.rows, block.keys
             d_rows, d_k, d_v = attend_backward(
                 grad[:, :, rows],
@@ -112,17 +111,34 @@ class _Gathered(torch.autograd.Function):
                 kv[1, :, :, keys],
                 out[:, :, rows],
                 lse[:, :, rows],
-                block.causal,
+                False,
                 same,
             )
+            d_kv[0, :, :, keys] = d_k  # no two blocks share keys
+            d_kv[1, :, :, keys] = d_v
+            d_others.append((rows, d_rows))
+        pending = start_scatter_sum(in_parts(d_kv, cp.size, 3), cp, 0)
+        _, same = same_document(own_ids, own_ids)
+        d_q, d_k, d_v = (x.to(kind) for x in attend_backward(grad, q, k, v, out, lse, True, same))
+        for rows, d_rows in d_others:
             d_q[:, :, rows] += d_rows
-            d_kv[0, :, :, keys] += d_k
-            d_kv[1, :, :, keys] += d_v
-        own = scatter_sum_plain(in_parts(d_kv, cp.size, 3), cp, 0)[0]  # [2, B, K, S/cp, C]
-        return d_q.to(q.dtype), own[0].to(kv.dtype), own[1].to(kv.dtype), None, None
+        from_others = pending.wait()[0]  # [2, B, K, S/cp, C]
+        d_k += from_others[0]
+        d_v += from_others[1]
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 
-def _mask(ids: torch.Tensor | None, block: Block, cp: Axis) -> tuple[bool, torch.Tensor | None]:
+def _blocks(
+    ids: torch.Tensor | None, n_rows: int, cp: Axis
+) -> tuple[torch.Tensor | None, list[tuple[Block, torch.Tensor | None]]]:
+    """Documents of this rank's rows [B, S/cp], and its blocks that have work with their document masks."""
+    blocks = gather_blocks(cp.rank, cp.size, n_rows)
     if ids is None:
-        return True, None
-    return same_document(part_of(ids, cp.size, cp.rank, 1)[:, block.rows], ids[:, block.keys])
+        return None, [(block, None) for block in blocks]
+    own_ids = part_of(ids, cp.size, cp.rank, 1)
+    found = []
+    for block in blocks:
+        has_work, same = same_document(own_ids[:, block.rows], ids[:, block.keys])
+        if has_work:
+            found.append((block, same))
+    return own_ids, found

@@ -112,14 +112,13 @@ class _Ring(torch.autograd.Function):
         transfer = pass_on(torch.stack((k, v)), cp)
         block, _, same = parts.block(cp.rank)
         d_q, d_k, d_v = attend_backward(grad, q, k, v, out, lse, block.causal, same)
-        d_q = d_q.to(kind)
-        own = torch.stack((d_k, d_v)).to(kind)  # [2, B, K, S/cp, C]
+        d_q, own_k, own_v = d_q.to(kind), d_k.to(kind), d_v.to(kind)
         sums = None  # the gradients of the part at hand, from the ranks between its owner and this one
         for step in range(1, cp.size):
             kv = transfer.wait()
             if step < cp.size - 1:
                 transfer = pass_on(kv, cp)
-            added = torch.zeros_like(own)
+            added = torch.zeros_like(kv, dtype=kind)  # [2, B, K, S/cp, C]
             block, has_work, same = parts.block((cp.rank - step) % cp.size)
             if has_work:
                 rows, keys = block.rows, block.keys
@@ -140,8 +139,10 @@ class _Ring(torch.autograd.Function):
                 added += sums.wait()
             sums = pass_on(added, cp)
         assert sums is not None
-        own += sums.wait()
-        return d_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None
+        from_others = sums.wait()
+        own_k += from_others[0]
+        own_v += from_others[1]
+        return d_q.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype), None, None
 
 
 class _Parts:

@@ -15,8 +15,10 @@ from jobs.models.attention import document_mask, local_attention
 from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
 from jobs.models.operations import Operations
 from jobs.parallel.context import context_operations, split_batch
+from jobs.parallel.context_blocks import Block
 from jobs.parallel.context_gather import gather_blocks
 from jobs.parallel.context_ring import ring_block
+from jobs.parallel.tensor import tensor_operations
 from jobs.parallel.zigzag import in_parts, in_true_order, part_of, zigzag_indices
 from tests.support.layouts import gathered, local_model, plain_gradients, sum_gradients
 from tests.support.ranks import run_ranks
@@ -160,7 +162,9 @@ def test_blocks_are_exactly_the_causal_mask_and_the_same_work_on_each_rank(cp, b
             sources = {source: ring_block(rank, source, n_rows) for source in range(cp)}
             placed = [(b, zigzag_indices(n_rows * cp, cp, source)[b.keys]) for source, b in sources.items()]
         else:
-            placed = [(b, torch.arange(n_rows * cp)[b.keys]) for b in gather_blocks(rank, cp, n_rows)]
+            everything = slice(0, n_rows)
+            placed = [(Block(everything, everything, causal=True), own)]
+            placed += [(b, torch.arange(n_rows * cp)[b.keys]) for b in gather_blocks(rank, cp, n_rows)]
         seen = torch.zeros(n_rows, n_rows * cp, dtype=torch.int64)
         work = 0
         for block, keys in placed:
@@ -176,6 +180,8 @@ def test_blocks_are_exactly_the_causal_mask_and_the_same_work_on_each_rank(cp, b
     assert len(set(works)) == 1
     if blocks_of == "ring":
         assert n_blocks == [cp] * cp
+    else:
+        assert max(n_blocks) <= 3
 
 
 # Blocks
@@ -214,6 +220,17 @@ def test_matrix_products_give_what_the_kernel_gives(dtype, n_kv_heads, masked, c
         strict=True,
     ):
         close(a, b)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernels_of_another_device_take_the_same_calls(causal):
+    # Shapes and types only: a meta tensor goes the way of a GPU's.
+    q = torch.empty(2, 8, 16, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 2, 16, 64, dtype=torch.bfloat16, device="meta")
+    out, lse = context_blocks.attend(q, k, k, causal, None)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
+    grads = context_blocks.attend_backward(out, q, k, k, out, lse, causal, None)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
 
 
 # Whole models
@@ -272,6 +289,29 @@ def test_model_equals_one_process_beside_data_parallel_sums(tmp_path):
     results = run_ranks(_model_gradients, Mesh(dp=2, cp=2), tmp_path, "ring", True)
     halved = [(loss / 2, {name: grad / 2 for name, grad in grads.items()}) for loss, grads in results]
     assert _model_error(halved, True) <= 1e-12
+
+
+def _beside_tensor_parallel(groups, method, sequence_parallel):
+    spec = tiny_model()
+    cut = tensor_operations(Operations(), groups.tp, sequence_parallel)
+    operations = context_operations(cut, method, groups.cp, S)
+    model, placements = local_model(
+        spec, groups.mesh, groups, operations, sequence_parallel=sequence_parallel
+    )
+    batch = split_batch(_whole_batch(True), groups.cp)
+    loss = operations.loss(model(batch.tokens, batch.positions, batch.document_ids), batch.labels)
+    loss.backward()
+    grads = gathered(sum_gradients(model, placements, groups), placements, groups)
+    return loss.item() / groups.tp.size, grads  # every tp rank has the loss of the same tokens
+
+
+@pytest.mark.parametrize(
+    ("method", "sequence_parallel"), [("ring", True), ("ulysses", True), ("ring", False)]
+)
+def test_model_equals_one_process_beside_tensor_parallel(method, sequence_parallel, tmp_path):
+    mesh = Mesh(cp=2, tp=2)
+    results = run_ranks(_beside_tensor_parallel, mesh, tmp_path, method, sequence_parallel)
+    assert _model_error(results, True) <= 1e-12
 
 
 def test_positions_of_the_part_are_noticed(tmp_path):
