@@ -12,7 +12,7 @@ from jobs.engines.base import Engine
 from jobs.engines.native import NativeEngine
 from jobs.planner.legality import refusal_text
 from jobs.spec.job import JobSpec
-from jobs.spec.strategy import DeepspeedZeroStrategy, NativeStrategy
+from jobs.spec.strategy import DeepspeedPipelineStrategy, DeepspeedZeroStrategy, NativeStrategy
 
 
 def build_engine(spec: JobSpec, groups: Groups, device: torch.device) -> Engine:
@@ -38,4 +38,8 @@ def build_engine(spec: JobSpec, groups: Groups, device: torch.device) -> Engine:
             from jobs.engines.deepspeed_zero import DeepspeedZeroEngine
 
             return DeepspeedZeroEngine(spec, groups, device)
+        case DeepspeedPipelineStrategy():
+            from jobs.engines.deepspeed_pipeline import DeepspeedPipelineEngine
+
+            return DeepspeedPipelineEngine(spec, groups, device)
     assert_never(spec.strategy)

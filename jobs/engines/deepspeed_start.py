@@ -7,7 +7,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +17,13 @@ import torch.distributed as dist
 from jobs.comm.groups import Axis, Groups, make_group
 from jobs.engines.deepspeed_import import import_deepspeed
 from jobs.optim.param_groups import is_decayed
+from jobs.spec.job import JobSpec
 from jobs.spec.optim import OptimSpec
 
 deepspeed = import_deepspeed()
+
+DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's default of reduce_bucket_size."""
 
 
 class GroupBook:
@@ -72,6 +76,9 @@ def quiet_start(book: GroupBook, device: torch.device) -> Iterator[None]:
     deepspeed.comm.new_group = book.new_group
     try:
         with contextlib.redirect_stdout(io.StringIO()):
+            # A PipelineModule asks for it before deepspeed.initialize attaches to the process group.
+            backend = deepspeed.get_accelerator().communication_backend_name()
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False)
             yield
     finally:
         deepspeed.comm.new_group = new_group
@@ -102,6 +109,41 @@ def initialize(
         zero_optimizer.check_grad_overflow = True
         zero_optimizer.check_overflow = say_nothing
     return engine
+
+
+def deepspeed_config(
+    spec: JobSpec, stage: int, n_data_ranks: int, zero_options: Mapping[str, bool | int | float]
+) -> dict[str, Any]:
+    """The configuration that deepspeed.initialize is given. Pure.
+
+    The batch numbers are all given, so DeepSpeed itself checks their product against its ranks.
+
+    Args:
+        spec: the run.
+        stage: of ZeRO.
+        n_data_ranks: ranks with equal pieces, dp x cp: to DeepSpeed they all have samples of their own.
+        zero_options: the user's keys of zero_optimization.
+    """
+    micro, accum = spec.train.micro_batch_size, spec.grad_accum_steps
+    # A larger bucket than the model only reserves memory.
+    bucket = min(DEEPSPEED_BUCKET_ELEMENTS, spec.model.n_params)
+    config: dict[str, Any] = {
+        "train_batch_size": micro * accum * n_data_ranks,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accum,
+        # At stage 0 DeepSpeed would compute a norm and not tell it, and over a pipeline it would count the
+        # first stage only: the engines clip.
+        "gradient_clipping": (spec.optim.grad_clip_norm or 0.0) if stage else 0.0,
+        "zero_optimization": {"reduce_bucket_size": bucket, **zero_options, "stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "communication_data_type": "fp32",
+        "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if spec.train.precision == "bf16":
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
 
 
 def build_optimizer(model: torch.nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:

@@ -144,6 +144,19 @@ def fragment_chunks(fragments: Iterable[Fragment], torch_optimizer: torch.optim.
     return chunks
 
 
+@torch.no_grad()
+def refine_masters(fragments: Iterable[Fragment], start: Mapping[str, torch.Tensor]) -> None:
+    """Give bf16 training the fp32 start weights as masters; DeepSpeed's were rounded to bf16 before. Local.
+
+    Args:
+        fragments: this rank's.
+        start: this rank's pieces by logical name, fp32.
+    """
+    for fragment in fragments:
+        piece = start[fragment.placement.name].view(-1)
+        fragment.of(fragment.holder).copy_(piece[fragment.start : fragment.start + fragment.n_elements])
+
+
 def publish_masters(zero_optimizer: Any) -> None:
     """Make the weights of the forward pass equal to the masters, as the end of a step does. Collective."""
     if not hasattr(zero_optimizer, "fp32_partitioned_groups_flat"):

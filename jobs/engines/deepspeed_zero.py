@@ -27,13 +27,21 @@ from jobs.engines.deepspeed_mesh import (
     start_pieces,
     sum_partial_gradients,
 )
-from jobs.engines.deepspeed_start import GroupBook, build_optimizer, initialize, quiet_start, set_lr
+from jobs.engines.deepspeed_start import (
+    GroupBook,
+    build_optimizer,
+    deepspeed_config,
+    initialize,
+    quiet_start,
+    set_lr,
+)
 from jobs.engines.deepspeed_state import (
     Fragment,
     create_moments,
     find_fragments,
     fragment_chunks,
     publish_masters,
+    refine_masters,
     replicated_fragments,
     set_step_counters,
 )
@@ -48,9 +56,6 @@ from jobs.planner.stages import plan_stages
 from jobs.spec.job import JobSpec
 from jobs.spec.strategy import DeepspeedZeroStrategy
 from jobs.state import Chunk
-
-DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's default of reduce_bucket_size."""
 
 
 class DeepspeedZeroEngine:
@@ -99,7 +104,7 @@ class DeepspeedZeroEngine:
         self._fragments = self._find_fragments()
         create_moments(self._optimizer, [fragment.holder for fragment in self._fragments])
         if spec.train.precision == "bf16":
-            _refine_masters(self._fragments, start)
+            refine_masters(self._fragments, start)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -185,36 +190,7 @@ class DeepspeedZeroEngine:
 
 
 def zero_config(spec: JobSpec) -> dict[str, Any]:
-    """What deepspeed.initialize is given for a run of kind deepspeed_zero. Pure.
-
-    The batch numbers are all given, so DeepSpeed itself checks their product against the true world size.
-    """
+    """What deepspeed.initialize is given for a run of kind deepspeed_zero. Pure."""
     strategy = spec.strategy
     assert isinstance(strategy, DeepspeedZeroStrategy)
-    # A larger bucket than the model only reserves memory.
-    bucket = min(DEEPSPEED_BUCKET_ELEMENTS, spec.model.n_params)
-    config: dict[str, Any] = {
-        # To DeepSpeed the ranks with equal pieces, dp x cp, all have samples of their own.
-        "train_batch_size": spec.train.global_batch_size * strategy.cp,
-        "train_micro_batch_size_per_gpu": spec.train.micro_batch_size,
-        "gradient_accumulation_steps": spec.grad_accum_steps,
-        # At stage 0 DeepSpeed would compute a norm and not tell it: the engine clips.
-        "gradient_clipping": (spec.optim.grad_clip_norm or 0.0) if strategy.stage else 0.0,
-        "zero_optimization": {"reduce_bucket_size": bucket, **strategy.zero_options, "stage": strategy.stage},
-        "zero_allow_untested_optimizer": True,
-        "communication_data_type": "fp32",
-        "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},
-    }
-    if spec.train.precision == "bf16":
-        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
-
-
-@torch.no_grad()
-def _refine_masters(fragments: list[Fragment], start: dict[str, torch.Tensor]) -> None:
-    """Give bf16 training the fp32 start weights as masters; DeepSpeed's were rounded to bf16 before."""
-    for fragment in fragments:
-        whole = start[fragment.placement.name].view(-1)
-        fragment.of(fragment.holder).copy_(whole[fragment.start : fragment.start + fragment.n_elements])
+    return deepspeed_config(spec, strategy.stage, strategy.dp * strategy.cp, strategy.zero_options)

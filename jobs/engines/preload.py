@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-STAGES = {"native": (None,), "deepspeed_zero": (0, 1, 2, 3)}
+STAGES = {"native": (None,), "deepspeed_zero": (0, 1, 2, 3), "deepspeed_pipeline": (0, 1)}
 """Strategy kinds, and the ZeRO stages that each is recorded with."""
 
 

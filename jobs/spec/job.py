@@ -152,7 +152,7 @@ class JobSpec(SpecSection):
     @model_validator(mode="after")
     def _stage_zero_is_fp32(self) -> Self:
         strategy = self.strategy
-        if strategy.kind == "deepspeed_zero" and strategy.stage == 0 and self.train.precision != "fp32":
+        if strategy.kind != "native" and strategy.stage == 0 and self.train.precision != "fp32":
             raise ValueError(
                 "strategy.stage=0 with train.precision=bf16: DeepSpeed's unfused bf16 optimizer takes one "
                 "extra step at construction and trains wrongly; choose stage 1 or precision fp32"

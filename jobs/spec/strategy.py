@@ -101,4 +101,6 @@ class DeepspeedPipelineStrategy(SpecSection):
         return Mesh(dp=self.dp, pp=self.pp)
 
 
-Strategy = Annotated[NativeStrategy | DeepspeedZeroStrategy, Field(discriminator="kind")]
+Strategy = Annotated[
+    NativeStrategy | DeepspeedZeroStrategy | DeepspeedPipelineStrategy, Field(discriminator="kind")
+]

@@ -179,7 +179,10 @@ def test_all_that_is_wrong_comes_at_once_in_the_order_of_the_lines(folder: Path)
         ("data.sources.4.weight=1", "data.sources: is a list of 1 element: it takes an index from 0 to 0"),
         ("optim.lr.x=1", "optim.lr: is 0.0003, so there is no optim.lr.x in it"),
         ("data.sources=[]", "data.sources: needs at least 1 element, got none"),
-        ("strategy={kind: ddp}", "strategy: kind must be one of native, deepspeed_zero; got the text 'ddp'"),
+        (
+            "strategy={kind: ddp}",
+            "strategy: kind must be one of native, deepspeed_zero, deepspeed_pipeline; got the text 'ddp'",
+        ),
         ("optim={lr: 1, lr: 2}", "lr: written twice"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.engines.preload import STAGES, preload_modules
-from jobs.spec.strategy import DeepspeedZeroStrategy, NativeStrategy
+from jobs.spec.strategy import DeepspeedPipelineStrategy, DeepspeedZeroStrategy, NativeStrategy
 
 PROGRAM = """
 import importlib, json, os, sys, threading
@@ -63,7 +63,7 @@ def test_preloaded_server_forks_ranks_whose_first_steps_import_next_to_nothing(
 
 
 def test_every_strategy_kind_has_a_list() -> None:
-    for strategy in (NativeStrategy, DeepspeedZeroStrategy):
+    for strategy in (NativeStrategy, DeepspeedZeroStrategy, DeepspeedPipelineStrategy):
         names = preload_modules(strategy.model_fields["kind"].annotation.__args__[0])
         assert "jobs.engines.build" in names
     with pytest.raises(FileNotFoundError):

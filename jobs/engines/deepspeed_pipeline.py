@@ -1,0 +1,223 @@
+"""The deepspeed_pipeline engine: DeepSpeed's PipelineModule and its 1F1B schedule, with ZeRO stage 0 or 1.
+
+    rank        0         1         2          one Llama a stage, cut by jobs/planner/stages.py
+    sends         hidden ->  hidden ->         activations only: tokens, positions, documents and labels
+                <- gradient <- gradient        are in every rank's batch already
+
+To DeepSpeed each stage is one "layer", so its own ways of cutting do not come into it, and a stage computes
+positions and masks once a micro-batch. Tied embeddings are DeepSpeed's TiedLayerSpec over the first and last
+stage. Recomputation is the layout's (jobs/engines/layout.py): DeepSpeed's would be silently left out for
+modules that it does not know by name.
+
+Ranks are numbered as in jobs/mesh.py: dp outermost, stages adjacent. Stages 2 and 3 of ZeRO do not exist
+here: they give gradients away after each backward pass, and a pipeline needs them over all micro-batches.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from jobs.comm.collectives import sum_in_place
+from jobs.comm.groups import Groups
+from jobs.engines.base import MicroBatch, StepResult
+from jobs.engines.deepspeed_mesh import own_pieces, squares_of_owned, start_pieces
+from jobs.engines.deepspeed_start import (
+    GroupBook,
+    build_optimizer,
+    deepspeed,
+    deepspeed_config,
+    initialize,
+    quiet_start,
+    set_lr,
+)
+from jobs.engines.deepspeed_state import (
+    Fragment,
+    create_moments,
+    find_fragments,
+    fragment_chunks,
+    publish_masters,
+    refine_masters,
+    replicated_fragments,
+    set_step_counters,
+)
+from jobs.engines.layout import operations_for
+from jobs.models.init import take_parameters
+from jobs.models.llama import Llama
+from jobs.models.losses import IGNORED_LABEL
+from jobs.optim.grad_norm import clip_factor
+from jobs.parallel.placement import place_parameters
+from jobs.planner.stages import Stage, plan_stages
+from jobs.spec.job import JobSpec
+from jobs.spec.strategy import DeepspeedPipelineStrategy
+from jobs.state import Chunk
+
+TIED = "embedding"
+"""Name that DeepSpeed knows the tied embeddings by."""
+
+
+class StageModule(nn.Module):
+    """A stage as DeepSpeed calls it: with one tensor, for one micro-batch after another."""
+
+    def __init__(self, llama: Llama) -> None:
+        super().__init__()
+        self.llama = llama
+        self.batches: deque[MicroBatch] = deque()
+        """Micro-batches still to come: a stage passes them forward in order, each once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, S] on the first stage, else [B, S, D]; logits [B, S, V] on the last, else [B, S, D]."""
+        batch = self.batches.popleft()
+        ids = batch.document_ids
+        out: torch.Tensor = self.llama(
+            x,
+            batch.positions.to(x.device, non_blocking=True),
+            None if ids is None else ids.to(x.device, non_blocking=True),
+        )
+        return out
+
+
+class DeepspeedPipelineEngine:
+    """Engine of strategy.kind=deepspeed_pipeline. All methods but `chunks` are collective over all ranks."""
+
+    def __init__(self, spec: JobSpec, groups: Groups, device: torch.device) -> None:
+        """Build this rank's stage on the host and hand it to DeepSpeed.
+
+        Raises:
+            TypeError: spec.strategy is of another kind.
+            ValueError: the layers do not fill the stages; bf16 with stage 0.
+        """
+        strategy = spec.strategy
+        if not isinstance(strategy, DeepspeedPipelineStrategy):
+            raise TypeError(f"strategy.kind={strategy.kind} is not for this engine")
+        self._groups = groups
+        self._device = device
+        self._stage = strategy.stage
+        self._clip_norm = spec.optim.grad_clip_norm
+        self._n_updates = torch.zeros(1, dtype=torch.int64)
+        stages = plan_stages(spec.model, strategy.pp, split=strategy.split)
+        own = stages[groups.pp.rank]
+        operations = operations_for(spec, groups, device, own.index)
+        self._cross_entropy = operations.loss
+        placements = place_parameters(spec.model, groups.mesh, groups.rank, stages, sequence_parallel=False)
+        with torch.device("meta"):
+            llama = Llama(spec.model, operations, own.layers, is_first=own.is_first, is_last=own.is_last)
+        start = start_pieces(spec.model, placements, spec.run.seed)
+        parameters = take_parameters(llama, start)
+        self._pieces = own_pieces(parameters, placements, groups)
+        book = GroupBook(groups, spec.resilience.collective_timeout_s)
+        with quiet_start(book, device):
+            self._stage_module, module = self._pipeline_module(llama, stages)
+            self._optimizer = build_optimizer(module, spec.optim)
+            config = deepspeed_config(spec, strategy.stage, strategy.dp, {})
+            self._engine = initialize(module, self._optimizer, config, device)
+        if self._stage == 0:
+            step = deepspeed.runtime.pipe.schedule.OptimizerStep
+            self._engine._INSTRUCTION_MAP = {**self._engine._INSTRUCTION_MAP, step: self._update_plain}
+        self._fragments = self._find_fragments()
+        create_moments(self._optimizer, [fragment.holder for fragment in self._fragments])
+        if spec.train.precision == "bf16":
+            refine_masters(self._fragments, start)
+        self._loss_scale = 1.0
+        self._plain_figures = (0.0, False)
+        self._shape: torch.Size | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """This rank's stage."""
+        return self._stage_module.llama
+
+    def train_step(self, batches: list[MicroBatch], n_valid_tokens: int, lr: float) -> StepResult:
+        """As in Engine."""
+        set_lr(self._optimizer, lr)
+        # DeepSpeed takes the mean over micro-batches and over dp; the factor makes it one over valid tokens.
+        self._loss_scale = len(batches) * self._groups.dp.size / max(1, n_valid_tokens)
+        loss = self._engine.train_batch(self._feed(batches))
+        grad_norm, skipped = self._plain_figures if self._stage == 0 else self._sharded_figures()
+        self._n_updates += not skipped
+        return StepResult(loss.item(), grad_norm, skipped)
+
+    def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
+        """As in Engine."""
+        self._loss_scale = float(self._groups.dp.size)
+        loss = self._engine.eval_batch(self._feed([batch]), num_micro_batches=1)
+        n_valid = (batch.labels != IGNORED_LABEL).sum().to(self._device)
+        return loss.item(), int(sum_in_place(n_valid, self._groups.dp))
+
+    def chunks(self) -> list[Chunk]:
+        """As in Engine."""
+        found = fragment_chunks(self._fragments, self._optimizer)
+        if isinstance(self._optimizer, torch.optim.AdamW):
+            found.append(Chunk("optim/step", (1,), (0,), self._n_updates, self._groups.rank == 0))
+        return found
+
+    def after_load(self, lr: float) -> None:
+        """As in Engine."""
+        set_step_counters(self._optimizer, int(self._n_updates))
+        set_lr(self._optimizer, lr)
+        if self._stage > 0:
+            publish_masters(self._engine.optimizer)
+
+    def _pipeline_module(self, llama: Llama, stages: tuple[Stage, ...]) -> tuple[StageModule, Any]:
+        """The stage, and DeepSpeed's module around it. Collective."""
+        ends_tied = llama.spec.tie_embeddings and len(stages) > 1
+
+        def spec_of(stage: Stage) -> Any:
+            # Only the own one is ever built.
+            own = llama if stage.index == self._groups.pp.rank else None
+            if ends_tied and (stage.is_first or stage.is_last):
+                path = f"llama.{'embed_tokens' if stage.is_first else 'lm_head'}.weight"
+                return deepspeed.pipe.TiedLayerSpec(TIED, StageModule, own, tied_weight_attr=path)
+            return deepspeed.pipe.LayerSpec(StageModule, own)
+
+        mesh = self._groups.mesh
+        module = deepspeed.pipe.PipelineModule(
+            [spec_of(stage) for stage in stages],
+            topology=deepspeed.runtime.pipe.topology.ProcessTopology(["data", "pipe"], [mesh.dp, mesh.pp]),
+            loss_fn=self._scaled_loss,
+            partition_method="uniform",
+        )
+        for parameter, piece in self._pieces.items():
+            # DeepSpeed takes all of a tied stage for a copy, not its embedding alone.
+            parameter.ds_pipe_replicated = not piece.is_owned  # type: ignore[attr-defined]
+        (stage_module,) = (part for part in module.modules() if isinstance(part, StageModule))
+        return stage_module, module
+
+    def _feed(self, batches: list[MicroBatch]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Lay the micro-batches ready; tokens and labels for the first and the last stage to draw."""
+        shape = batches[0].tokens.shape
+        if shape != self._shape:
+            # What is received has to be announced again.
+            self._engine.reset_activation_shape()
+            self._shape = shape
+        self._stage_module.batches.clear()
+        self._stage_module.batches.extend(batches)
+        return iter([(batch.tokens, batch.labels) for batch in batches])
+
+    def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self._cross_entropy(logits, labels) * self._loss_scale
+
+    def _find_fragments(self) -> list[Fragment]:
+        if self._stage == 0:
+            return replicated_fragments(self._pieces, self._groups.dp.rank, self._groups.dp.size)
+        return find_fragments(self._engine.optimizer, self._pieces)
+
+    def _sharded_figures(self) -> tuple[float, bool]:
+        return float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow)
+
+    def _update_plain(self, engine: Any, **_: Any) -> None:
+        """Stage 0, in the place of DeepSpeed's optimizer step: it would clip by the first stage's norm."""
+        gradients = {p: p.grad for p in self._pieces if p.grad is not None}
+        squares = squares_of_owned(gradients, self._pieces, self._device)
+        grad_norm = math.sqrt(sum_in_place(squares, self._groups.pp).item())
+        self._plain_figures = (grad_norm, not math.isfinite(grad_norm))
+        if not math.isfinite(grad_norm):
+            engine.zero_grad()
+            return
+        factor = clip_factor(grad_norm, self._clip_norm)
+        if factor < 1.0:
+            torch._foreach_mul_(list(gradients.values()), factor)
+        engine._exec_optimizer_step()
