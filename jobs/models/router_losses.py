@@ -40,9 +40,10 @@ def balance_loss(shares: torch.Tensor, counts: torch.Tensor, scale: RouterLossSc
         counts: [B, E] tokens of the whole sequence that have expert i among their highest scores.
         scale: the global batch.
     """
-    frequencies = counts * (counts.shape[1] / counts.sum(1, keepdim=True))  # [B, E]; sum over E is K * S
+    counts = counts.to(shares.dtype)
+    frequencies = counts * (counts.shape[1] / counts.sum(1, keepdim=True))  # [B, E]; the sum is K * S
     mean_shares = shares.sum(1) / scale.seq_len  # [B, E]
-    return (frequencies.to(shares.dtype) * mean_shares).sum() / scale.global_batch_size
+    return (frequencies * mean_shares).sum() / scale.global_batch_size
 
 
 def z_loss(logits: torch.Tensor, scale: RouterLossScale) -> torch.Tensor:

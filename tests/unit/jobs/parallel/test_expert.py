@@ -1,4 +1,4 @@
-"""Experts spread over ranks, in fp64 to 1e-12 against one process: loss, load, and every gathered gradient."""
+"""Experts spread over ranks, in fp64 to 1e-12 against one process: loss, loads, every gathered gradient."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from jobs.models.moe import Router
 from jobs.models.operations import Operations
 from jobs.models.router_losses import RouterLossScale
 from jobs.parallel.context import context_operations, split_batch
-from jobs.parallel.expert import expert_operations, plan_trip, update_router_biases
+from jobs.parallel.expert import expert_operations, update_router_biases
 from jobs.parallel.tensor import tensor_operations
 from jobs.spec.data import DataSpec
 from jobs.spec.job import JobSpec, RunSection, TrainSection
@@ -32,7 +32,6 @@ from tests.support.layouts import (
 from tests.support.ranks import run_ranks
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB = 4, 16, 64
-MICRO_BATCHES = 1
 CPU = torch.device("cpu")
 SOFTMAX = {"balance_loss_coef": 0.3, "z_loss_coef": 0.2}
 SIGMOID = SOFTMAX | {
@@ -139,30 +138,19 @@ def on_ranks(groups, spec, biases, mutation=None):
     return gathered(grads, placements, groups), figures.tolist(), loads_of([model])
 
 
+CAPACITY = {"capacity_factor": 0.7}
 LAYOUTS = {
-    "ep2": (Mesh(dp=2, ep=2), SOFTMAX, SPREAD_OUT),
-    "ep4 of 6: 2 2 2 0": (Mesh(dp=4, ep=4), SIGMOID, SPREAD_OUT),
+    "ep2": (Mesh(dp=2, ep=2), SOFTMAX | CAPACITY, SPREAD_OUT),
+    "ep2 of 5 experts": (Mesh(dp=2, ep=2), SIGMOID | {"n_experts": 5}, SPREAD_OUT),
+    "ep4: 2 2 2 0 experts": (Mesh(dp=4, ep=4), SIGMOID, SPREAD_OUT),
     "ep2 edp2": (Mesh(dp=4, ep=2), SIGMOID, SPREAD_OUT),
-    "ep2 of 5": (Mesh(dp=2, ep=2), SIGMOID | {"n_experts": 5}, SPREAD_OUT),
     "ep2 etp2": (Mesh(dp=4, ep=2, etp=2), SIGMOID, SPREAD_OUT),
-    "etp2": (Mesh(dp=2, etp=2), SOFTMAX, SPREAD_OUT),
-    "ep2 tp2": (Mesh(tp=2, ep=2), SIGMOID, SPREAD_OUT),
-    "tp2": (Mesh(tp=2), SIGMOID, SPREAD_OUT),
-    "ep2 cp2": (Mesh(cp=2, ep=2), SIGMOID, SPREAD_OUT),
-    "ep4 cp2 tp2": (Mesh(cp=2, tp=2, ep=4), SIGMOID, SPREAD_OUT),
-    "ep2 etp2 cp2 tp2, capacity": (
-        Mesh(cp=2, tp=2, ep=2, etp=2),
-        SIGMOID | {"capacity_factor": 0.7},
-        SPREAD_OUT,
-    ),
-    "ep2, capacity": (Mesh(dp=2, ep=2), SOFTMAX | {"capacity_factor": 0.7}, SPREAD_OUT),
+    "ep2 tp2": (Mesh(tp=2, ep=2), SIGMOID | CAPACITY, SPREAD_OUT),
+    "ep2 cp2": (Mesh(cp=2, ep=2), SIGMOID | CAPACITY, SPREAD_OUT),
+    "ep2 etp2 cp2 tp2": (Mesh(cp=2, tp=2, ep=2, etp=2), SIGMOID | CAPACITY, SPREAD_OUT),
     "ep2, all tokens to one rank": (Mesh(dp=2, ep=2), SIGMOID, TO_ONE_RANK),
     "ep2 etp2, all tokens to one rank": (Mesh(dp=2, tp=2, ep=2, etp=2), SIGMOID, TO_ONE_RANK),
-    "ep4, all tokens to one expert": (
-        Mesh(dp=4, ep=4),
-        SIGMOID | {"top_k": 1, "normalize_weights": False, "n_experts": 8, "n_dense_layers": 0},
-        (*TO_LAST, 99.0, 0.0),
-    ),
+    "ep4, all tokens to one expert": (Mesh(dp=4, ep=4), SIGMOID | {"top_k": 1}, TO_LAST),
 }
 
 
@@ -185,3 +173,47 @@ def check(mesh, moe, biases, tmp_path, mutation=None):
 @pytest.mark.parametrize(("mesh", "moe", "biases"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_any_layout_of_experts_equals_one_process(mesh, moe, biases, tmp_path):
     check(mesh, moe, biases, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layout"),
+    [
+        ("no expert gradient sum", "ep2 edp2"),
+        ("experts summed like the rest", "ep2"),
+        ("statistics of a part", "ep2 cp2"),
+        ("parts in the wrong order", "ep2 cp2"),
+    ],
+)
+def test_the_comparison_notices(mutation, layout, tmp_path):
+    """pytorch#160285: expert gradients doubled; Megatron-LM#5916: counted over the wrong group."""
+    with pytest.raises(AssertionError):
+        check(*LAYOUTS[layout], tmp_path, mutation)
+
+
+def biases_after(groups, spec, biases, is_skipped):
+    operations, model, _, batch = build_on_rank(groups, spec, biases)
+    for row in range(len(batch.tokens)):  # as micro-batches
+        loss = operations.loss(
+            model(batch.tokens[row, None], batch.positions[row, None], None), batch.labels[row, None]
+        )
+        loss.backward()
+    update_router_biases([model], groups, 0.25, is_skipped=is_skipped)
+    routers = [m for m in model.modules() if isinstance(m, Router) and m.has_bias]
+    assert not any(router.load.any() for router in routers)
+    return [router.e_score_correction_bias.tolist() for router in routers]
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_biases_move_against_the_load_of_the_global_batch(is_skipped, tmp_path):
+    mesh = Mesh(dp=2, tp=2, ep=2)
+    spec = job(mesh, **SIGMOID | {"n_dense_layers": 0})
+    reference, *_ = one_process(spec, SPREAD_OUT)
+    expected = []
+    for load in loads_of([reference]):
+        assert load.sum() == GLOBAL_BATCH * SEQ_LEN * 2
+        mean = load.double().mean()
+        step = 0.0 if is_skipped else 0.25
+        moved = [b + step * float(torch.sign(mean - n)) for b, n in zip(SPREAD_OUT, load, strict=True)]
+        expected.append(pytest.approx(moved, abs=1e-6))
+    for found in run_ranks(biases_after, mesh, tmp_path, spec, SPREAD_OUT, is_skipped):
+        assert found == expected

@@ -300,6 +300,7 @@ def test_shipped_specs_load_and_round_trip(path):
 def test_shipped_specs_are_these():
     assert [path.stem for path in SPECS] == [
         "llama3_8b_zero3",
+        "moe_ep",
         "quickstart",
         "tiny",
         "zero0",
