@@ -233,7 +233,7 @@ def parity(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a layout, on a tiny model, with one process: losses, gradients, steps. Exit code 1 if unequal."""
+    """Compare a layout, on a tiny model, with one process: losses, gradients, steps. 1 if they differ."""
     from service.parity import parity_lines, run_parity
 
     outcome = run_parity(_load(spec, set_), steps, max_ranks, note)
