@@ -52,3 +52,10 @@ def test_writers_tile_each_tensor_once_in_equal_shares(shapes, n_writers):
     widest_row = max(prod(shape[1:]) for shape in shapes.values())
     fair = sum(prod(shape) for shape in shapes.values()) / n_writers
     assert all(abs(n - fair) <= 2 * widest_row for n in written)
+
+
+def test_a_bucket_divides_into_the_parts_that_are_asked_for():
+    for n_parts in (1, 3, 4, 7):
+        for bucket in plan_buckets({"a": (5, 7), "b": (3,), "c": (100,)}, 200, n_parts):
+            assert bucket.stop % (n_parts * ALIGN) == 0
+            assert bucket.slots[-1].stop <= bucket.stop < bucket.slots[-1].stop + ALIGN * (n_parts + 1)

@@ -40,3 +40,11 @@ def test_clip_factor_is_that_of_torch():
 def test_only_matrices_are_decayed():
     assert is_decayed((4, 4))
     assert not is_decayed((4,))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.bfloat16, 1e-5)])
+def test_squared_norm_of_wider_and_narrower_elements(dtype, tolerance):
+    """Squares of bf16 numbers have few digits and all round the same way when they are summed in fp32."""
+    flat = torch.randn(3 * ROW + 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = flat.double().square().sum().item()
+    assert squared_norm(flat).item() == pytest.approx(exact, rel=tolerance)
