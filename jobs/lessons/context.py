@@ -5,7 +5,7 @@
             m' = max(m, max s);  l' = l e^(m-m') + sum e^(s-m');  o' = o e^(m-m') + e^(s-m') v;  last o / l
         no rank ever holds more than one part of keys and values (arXiv 2310.01889)
 
-Causal attention makes contiguous parts uneven: the last rank sees n times as many pairs as the first. Zig-
+Causal attention makes contiguous parts uneven: the last rank has 2n-1 times as many pairs as the first. Zig-
 zag cuts 2n pieces and gives rank r pieces r and 2n-1-r, one early and one late: equal work.
 
 One attention layer: softmax(q k^T / sqrt(C)) v, then the output weight. Rows of the batch are the positions

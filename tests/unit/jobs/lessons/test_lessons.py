@@ -78,7 +78,7 @@ def test_findings_name_what_no_rank_has_shown() -> None:
     left = findings([Piece("a", whole["a"][:, :2], (0, 0))], whole)
     right = findings([Piece("a", whole["a"][:, 2:], (0, 2)), Piece("b", whole["b"])], whole)
     assert judge([left]).missing == ("a", "b")
-    assert judge([left, right]).missing == ("b",)  # the left rank lists it as not shown at all
+    assert judge([left, right]).missing == ()
     assert judge([right]).missing == ("a",)
 
 
@@ -88,7 +88,7 @@ def test_findings_name_what_no_rank_has_shown() -> None:
         (torch.tensor([1.0, 2.0]), 0.0),
         (torch.tensor([1.0, 2.1]), 0.1 / 5**0.5),
         (torch.tensor([1.0, float("nan")]), float("inf")),
-        (torch.tensor([1.0]), float("inf")),
+        (torch.tensor([1.0, 2.0, 3.0]), float("inf")),
     ],
 )
 def test_differences(value: torch.Tensor, expected: float) -> None:
