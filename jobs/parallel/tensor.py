@@ -46,8 +46,10 @@ from jobs.models.operations import Operations
 
 SEQUENCE = 1
 """The dimension that sequence parallelism cuts."""
-BLOCK_ELEMENTS = 1 << 22
-"""Logits that the loss holds in its own, wider type at a time (16 MiB in fp32)."""
+BLOCK_ELEMENTS = 1 << 24
+"""Logits that the loss holds in its own, wider type at a time (64 MiB in fp32)."""
+CPU_BLOCK_ELEMENTS = 1 << 17
+"""The same on a CPU: half a MiB in fp32 stays in a core's cache from one elementwise pass to the next."""
 
 
 def tensor_operations(base: Operations, tp: Axis, sequence_parallel: bool) -> Operations:
@@ -201,8 +203,9 @@ class _CrossEntropySum(torch.autograd.Function):
     """Sum of logsumexp(row) - target logit over the rows with a label; each row is cut over tp.
 
     Keeps the logits, which are there anyway, and a few numbers a row; the softmax is taken again in backward,
-    on its way into the gradient. Wider copies of the logits are BLOCK_ELEMENTS at most. The largest logit is
-    taken off the target as well and never added back: fp32 would lose the loss' digits beside a large one.
+    in the gradient's memory where types allow. Wider copies of the logits are BLOCK_ELEMENTS at most. The
+    largest logit is taken off the target as well and never added back: beside a large one, fp32 would lose
+    the digits of the loss.
     """
 
     @staticmethod
@@ -221,7 +224,7 @@ class _CrossEntropySum(torch.autograd.Function):
         largest = max_in_place(logits.amax(1).to(wide), tp)  # [N]
         sums = torch.empty((2, len(local)), dtype=wide, device=logits.device)
         for rows in _blocks(logits):
-            shifted = logits[rows].to(wide) - largest[rows, None]
+            shifted = logits[rows] - largest[rows, None]  # in the wider type of the two
             torch.sum(shifted.exp_(), 1, out=sums[0, rows])
         target = logits.gather(1, local[:, None])[:, 0].to(wide)
         sums[1] = (target - largest).masked_fill_(elsewhere, 0)
@@ -236,15 +239,19 @@ class _CrossEntropySum(torch.autograd.Function):
         scale = is_valid * grad  # [N]
         at_label = -scale.masked_fill(elsewhere, 0)
         d_logits = torch.empty_like(logits)
+        is_wide = logits.dtype == largest.dtype
         for rows in _blocks(logits):
-            block = (logits[rows].to(largest.dtype) - largest[rows, None]).exp_()
+            into = d_logits[rows] if is_wide else None
+            block = torch.sub(logits[rows], largest[rows, None], out=into).exp_()
             block.mul_((scale[rows] / exp_sum[rows])[:, None])
             block.scatter_add_(1, local[rows, None], at_label[rows, None])
-            d_logits[rows] = block
+            if not is_wide:
+                d_logits[rows] = block
         return None, d_logits, None, None, None
 
 
 def _blocks(logits: torch.Tensor) -> list[slice]:
     """Runs of rows, of about BLOCK_ELEMENTS elements each."""
-    n_rows = max(1, BLOCK_ELEMENTS // logits.shape[1])
+    n_elements = CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else BLOCK_ELEMENTS
+    n_rows = max(1, n_elements // logits.shape[1])
     return [slice(first, first + n_rows) for first in range(0, len(logits), n_rows)]

@@ -362,7 +362,7 @@ def test_bf16_columns_stay_bf16_and_near(tmp_path, sequence_parallel):
 
 def _losses(groups, vocab_size):
     tp = groups.tp
-    tensor.BLOCK_ELEMENTS = 700  # several blocks, the last one shorter
+    tensor.CPU_BLOCK_ELEMENTS = 700  # several blocks, the last one shorter
     loss = tensor_operations(Operations(), tp, sequence_parallel=False).loss
     start, length = chunk(vocab_size, tp.size, tp.rank)
     generator = torch.Generator().manual_seed(5)
