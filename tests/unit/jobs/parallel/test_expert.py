@@ -15,7 +15,7 @@ from jobs.models.moe import Router
 from jobs.models.operations import Operations
 from jobs.models.router_losses import RouterLossScale
 from jobs.parallel.context import context_operations, split_batch
-from jobs.parallel.expert import expert_operations, update_router_biases
+from jobs.parallel.expert import expert_operations, sequences_over, update_router_biases
 from jobs.parallel.tensor import tensor_operations
 from jobs.spec.data import DataSpec
 from jobs.spec.job import JobSpec, RunSection, TrainSection
@@ -118,8 +118,9 @@ def build_on_rank(groups, spec, biases):
 
 
 def on_ranks(groups, spec, biases, mutation=None):
-    if mutation == "statistics of a part":
-        jobs.parallel.expert.sequences_over = lambda cp, tp: Operations().sequences
+    if mutation == "frequencies of a part":
+        whole = sequences_over(groups.cp, groups.tp)
+        jobs.parallel.expert.sequences_over = lambda cp, tp: replace(whole, total=lambda counts: counts)
     if mutation == "parts in the wrong order":
         jobs.parallel.expert.in_true_order = torch.cat
     operations, model, placements, batch = build_on_rank(groups, spec, biases)
@@ -176,17 +177,17 @@ def test_any_layout_of_experts_equals_one_process(mesh, moe, biases, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mutation", "layout"),
+    ("mutation", "layout", "words"),
     [
-        ("no expert gradient sum", "ep2 edp2"),
-        ("experts summed like the rest", "ep2"),
-        ("statistics of a part", "ep2 cp2"),
-        ("parts in the wrong order", "ep2 cp2"),
+        ("no expert gradient sum", "ep2 edp2", r"mlp\.experts\.0\.gate_proj"),
+        ("experts summed like the rest", "ep2", r"mlp\.experts\.0\.gate_proj"),
+        ("frequencies of a part", "ep2 cp2", "embed_tokens"),
+        ("parts in the wrong order", "ep2 cp2", "Obtained"),
     ],
 )
-def test_the_comparison_notices(mutation, layout, tmp_path):
+def test_the_comparison_notices(mutation, layout, words, tmp_path):
     """pytorch#160285: expert gradients doubled; Megatron-LM#5916: counted over the wrong group."""
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=words):
         check(*LAYOUTS[layout], tmp_path, mutation)
 
 
