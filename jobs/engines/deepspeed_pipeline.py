@@ -110,7 +110,8 @@ class DeepspeedPipelineEngine:
         self._pieces = own_pieces(parameters, placements, groups)
         book = GroupBook(groups, spec.resilience.collective_timeout_s)
         with quiet_start(book, device):
-            self._stage_module, module = self._pipeline_module(llama, stages)
+            with torch.no_grad():  # it broadcasts tied weights: that is no part of any graph
+                self._stage_module, module = self._pipeline_module(llama, stages)
             self._optimizer = build_optimizer(module, spec.optim)
             config = deepspeed_config(spec, strategy.stage, strategy.dp, {})
             self._engine = initialize(module, self._optimizer, config, device)

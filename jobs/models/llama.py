@@ -23,6 +23,30 @@ from jobs.models.rope import inverse_frequencies, rotation
 from jobs.spec.model import ModelSpec
 
 
+class Embedding(nn.Embedding):
+    """Rows of the embedding matrix."""
+
+    def __init__(self, spec: ModelSpec, operations: Operations) -> None:
+        super().__init__(spec.vocab_size, spec.d_model)
+        self.operations = operations
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, S] int64 -> [B, S, D]."""
+        return self.operations.embed(tokens, self.weight)
+
+
+class Head(nn.Linear):
+    """Hidden states to logits."""
+
+    def __init__(self, spec: ModelSpec, operations: Operations) -> None:
+        super().__init__(spec.d_model, spec.vocab_size, bias=False)
+        self.operations = operations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, V]."""
+        return self.operations.columns(x, (self.weight,))[0]
+
+
 class Mlp(nn.Module):
     """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
 
@@ -105,7 +129,7 @@ class Llama(nn.Module):
         self.operations = operations or Operations()
         self.is_first, self.is_last = is_first, is_last
         if is_first:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.d_model)
+            self.embed_tokens = Embedding(spec, self.operations)
         numbers = range(spec.n_layers) if layers is None else layers
         if experts is None:
             experts = range(spec.moe.n_experts if spec.moe is not None else 0)
@@ -113,7 +137,7 @@ class Llama(nn.Module):
         if is_last:
             self.norm = Norm(spec.d_model, spec.norm_eps, self.operations)
             if not self._has_embedding_as_head:
-                self.lm_head = nn.Linear(spec.d_model, spec.vocab_size, bias=False)
+                self.lm_head = Head(spec, self.operations)
 
     @property
     def _has_embedding_as_head(self) -> bool:
@@ -138,7 +162,7 @@ class Llama(nn.Module):
             [B, S, V] on the last stage, else [B, S, D]; in the parameters' type.
         """
         if self.is_first:
-            x = self.operations.embed(x, self.embed_tokens.weight)  # [B, S, D]
+            x = self.embed_tokens(x)  # [B, S, D]
         # Not a buffer: casting the module to bf16 must not round the frequencies.
         frequencies = inverse_frequencies(
             self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, positions.device
@@ -149,5 +173,8 @@ class Llama(nn.Module):
             x = self.operations.layer(layer, x, cosines, sines, mask)
         if not self.is_last:
             return x
-        head = self.embed_tokens if self._has_embedding_as_head else self.lm_head
-        return self.operations.columns(self.norm(x), (head.weight,))[0]
+        x = self.norm(x)
+        if self._has_embedding_as_head:
+            return self.operations.columns(x, (self.embed_tokens.weight,))[0]
+        logits: torch.Tensor = self.lm_head(x)
+        return logits

@@ -183,8 +183,9 @@ def run_and_check(tmp_path: Path, specs: list[JobSpec]) -> None:
 
 
 def test_zero_over_tensor_parallel(tmp_path: Path) -> None:
-    specs = [spec_of(zero(stage, tp=2), accum=3) for stage in range(4)]
-    specs.append(spec_of(zero(3, tp=2, sequence_parallel=False, recompute="full"), tie_embeddings=True))
+    specs = [spec_of(zero(stage, tp=2), accum=3) for stage in (0, 1, 2)]
+    specs.append(spec_of(zero(3, tp=2, recompute="full"), accum=3))
+    specs.append(spec_of(zero(3, tp=2, sequence_parallel=False), tie_embeddings=True))
     run_and_check(tmp_path, specs)
 
 
