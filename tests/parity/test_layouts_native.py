@@ -1,6 +1,7 @@
 """The native engine's sharded updates and its precisions: against a plain loop, and saved and restored."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from jobs.engines.build import build_engine
 from jobs.models.init import build_llama
 from jobs.models.losses import cross_entropy_sum
 from jobs.optim.schedule import lr_at
+from jobs.state import Chunk
+from ops.checkpoint.layout import folder_name
+from ops.checkpoint.reader import load_into, open_checkpoint
+from tests.support.checkpoints import save_ranks
 from tests.support.ranks import run_ranks
 from tests.support.tiny_runs import engine_step, n_valid, plain_loop, tiny_model, tiny_spec, whole_batch
 
@@ -65,10 +70,13 @@ def _bytes(engine):
     return found
 
 
-def _train(groups, spec, steps, whole):
+def _train(groups, spec, steps, saved):
     engine = build_engine(spec, groups, CPU)
-    if whole is not None:
-        _fill(engine, whole, spec.optim.lr)
+    if isinstance(saved, Path):
+        load_into(open_checkpoint(saved), engine.chunks(), strict=False)
+        engine.after_load(spec.optim.lr)
+    elif saved is not None:
+        _fill(engine, saved, spec.optim.lr)
     results = [engine_step(engine, spec, groups.dp.rank, step) for step in steps]
     weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     return {
@@ -80,8 +88,9 @@ def _train(groups, spec, steps, whole):
     }
 
 
-def _run(tmp_path, spec, steps=range(N_STEPS), whole=None):
-    return run_ranks(_train, spec.strategy.dp, tmp_path, spec, steps, whole)
+def _run(tmp_path, spec, steps=range(N_STEPS), saved=None):
+    """Ranks that begin anew, or where whole tensors or a checkpoint folder say."""
+    return run_ranks(_train, spec.strategy.dp, tmp_path, spec, steps, saved)
 
 
 def _check(ranks, spec, n_steps, tolerance):
@@ -132,11 +141,14 @@ def test_sharded_state_goes_on_whole_and_whole_state_sharded(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_kahan"])
-def test_a_sharded_run_resumes_bitwise(tmp_path, precision):
+def test_a_sharded_run_resumes_bitwise_from_files(tmp_path, precision):
     spec = _spec(2, precision)
     unbroken = _run(tmp_path, spec, range(6))
-    saved = _assemble([found["chunks"] for found in _run(tmp_path, spec, range(3))])
-    resumed = _run(tmp_path, spec, range(3, 6), saved)
+    states = [[Chunk(*chunk) for chunk in rank["chunks"]] for rank in _run(tmp_path, spec, range(3))]
+    manifest = save_ranks(tmp_path / "checkpoints", 3, states)
+    assert manifest.tensors["model/norm.weight"].dtype == ("F32" if precision == "bf16" else "BF16")
+    assert any(name.startswith("optim/kahan/") for name in manifest.tensors) == (precision != "bf16")
+    resumed = _run(tmp_path, spec, range(3, 6), tmp_path / "checkpoints" / folder_name(3))
     assert resumed[0]["losses"] == unbroken[0]["losses"][3:]
     one, other = (_assemble([found["chunks"] for found in ranks]) for ranks in (unbroken, resumed))
     assert one.keys() == other.keys()
