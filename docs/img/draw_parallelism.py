@@ -116,7 +116,7 @@ def zero() -> Picture:
 
 def tensor() -> Picture:
     """Columns, then rows."""
-    p = Picture("parallel_tp", "Tensor parallelism: columns then rows, f and g around them", 800, 246)
+    p = Picture("parallel_tp", "Tensor parallelism: columns then rows, f and g around them", 800, 272)
     p.text(10, 20, "whole on every rank", "small")
     p.box(10, 70, 70, 90, "none", "X")
     p.box(96, 92, 30, 46, "none", "f")
@@ -138,7 +138,7 @@ def tensor() -> Picture:
     p.text(
         10, 214, "f: forward nothing, backward all-reduce of dX (jobs/comm/collectives.py: enter)", "small"
     )
-    p.text(10, 234, "g: forward all-reduce of Y, backward nothing (leave)", "small")
+    p.text(10, 262, "g: forward all-reduce of Y, backward nothing (leave)", "small")
     return p
 
 
@@ -166,7 +166,7 @@ def sequence() -> Picture:
     p.text(
         10,
         172,
-        "forward all-gather, then reduce-scatter; backward the other way round; as much as f and g",
+        "forward all-gather, then reduce-scatter; backward the other way round (and a second gather)",
         "small",
     )
     return p

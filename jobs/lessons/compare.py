@@ -1,7 +1,6 @@
 """Holds what the ranks of a lesson found to one process. Starts no process and prints nothing."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -10,13 +9,12 @@ from jobs.comm.groups import Groups
 from jobs.lessons import collectives, context, data, expert, pipeline, sequence, tensor, zero
 from jobs.lessons.tell import Tell
 from jobs.lessons.toy import Piece, Whole, train_alone
+from jobs.lessons.verdict import Finding, RankReport
 from jobs.spec.lesson import Lesson, LessonSpec
 
 TogetherFn = Callable[[LessonSpec, Groups, Tell], list[Piece]]
 """Run by every rank; returns its pieces."""
 AloneFn = Callable[[LessonSpec], Whole]
-LIMIT: Final = 1e-6
-"""Relative: norm of the difference over the norm of what one process has."""
 METHODS: Final[dict[Lesson, str]] = {
     "collectives": "collectives",
     "dp": "data_parallelism",
@@ -40,45 +38,14 @@ LESSONS: Final[dict[Lesson, tuple[TogetherFn, AloneFn]]] = {
 """Of each lesson: what its ranks do together, and the same on one process."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One piece against the same box of one process."""
-
-    name: str
-    box: tuple[tuple[int, int], ...]
-    """Begin and end along each dimension."""
-    n_whole: int
-    """Elements of the whole."""
-    difference: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """All ranks' findings together."""
-
-    worst: float
-    worst_name: str
-    missing: tuple[str, ...]
-    """Results of which the ranks together have not shown every element."""
-
-    @property
-    def ok(self) -> bool:
-        """Equal to one process."""
-        return self.worst <= LIMIT and not self.missing
-
-
-def run_rank(spec: LessonSpec, groups: Groups, send: Callable[[str, str], None]) -> list[Finding]:
-    """One rank's lesson, and its comparison with one process. Collective over all ranks.
-
-    Args:
-        spec: the lesson.
-        groups: this rank's place.
-        send: see Tell.send.
-    """
+def run_rank(groups: Groups, spec: LessonSpec) -> RankReport:
+    """One rank's lesson, and its comparison with one process. Collective over all ranks."""
     together, alone = LESSONS[spec.lesson]
-    pieces = together(spec, groups, Tell(METHODS[spec.lesson], groups.rank, send))
+    said: list[tuple[str, str]] = []
+    tell = Tell(METHODS[spec.lesson], groups.rank, lambda kind, text: said.append((kind, text)))
+    pieces = together(spec, groups, tell)
     # Every rank computes the whole by itself: nothing of it has ever been communicated.
-    return findings(pieces, alone(spec))
+    return RankReport(tuple(findings(pieces, alone(spec))), tuple(said))
 
 
 def findings(pieces: Iterable[Piece], whole: Whole) -> list[Finding]:
@@ -100,17 +67,6 @@ def findings(pieces: Iterable[Piece], whole: Whole) -> list[Finding]:
     return found
 
 
-def judge(ranks: Iterable[Iterable[Finding]]) -> Verdict:
-    """The worst of all ranks' findings, and what they left out."""
-    every = [finding for rank in ranks for finding in rank]
-    worst = max(every, key=lambda finding: finding.difference)
-    boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
-    for finding in every:
-        boxes.setdefault(finding.name, set()).add(finding.box)
-    missing = {f.name for f in every if sum(_volume(box) for box in boxes[f.name]) != f.n_whole}
-    return Verdict(worst.difference, worst.name, tuple(sorted(missing)))
-
-
 def _difference(value: torch.Tensor, expected: torch.Tensor) -> float:
     if value.shape != expected.shape:
         return float("inf")
@@ -120,10 +76,3 @@ def _difference(value: torch.Tensor, expected: torch.Tensor) -> float:
     norm = torch.linalg.vector_norm(expected.double()).item()
     # nan compares as larger than nothing: it must not pass for equal.
     return difference / norm if norm > 0 and difference == difference else float("inf")
-
-
-def _volume(box: tuple[tuple[int, int], ...]) -> int:
-    n = 1
-    for begin, end in box:
-        n *= end - begin
-    return n

@@ -21,14 +21,6 @@ SPECS = ROOT / "jobs" / "specs"
 SMALL = ["--set", "model.d_model=32", "--set", "train.batch_size=16", "--set", "train.steps=2"]
 
 
-def lesson_spec(**changes: object) -> LessonSpec:
-    """A small dp lesson on two ranks, its sections changed without the schema's checks."""
-    spec = LessonSpec.model_validate(
-        {"lesson": "tp", "model": {"kind": "mlp", "d_model": 32}, "strategy": {"tp": 2}}
-    )
-    return spec.model_copy(update=changes)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -61,9 +53,12 @@ def test_unequal_is_exit_code_one() -> None:
 
 
 def test_a_failing_rank_is_one_error_with_its_traceback() -> None:
-    spec = lesson_spec(model=lesson_spec().model.model_copy(update={"d_model": 33}))
-    with pytest.raises(PacktrainError, match=r"rank 0: Traceback[^$]*tensor\.py"):
-        run_lesson(spec, lambda _: None)
+    spec = LessonSpec.model_validate(
+        {"lesson": "ep", "model": {"kind": "mlp", "d_model": 32, "n_experts": 4}, "strategy": {"ep": 2}}
+    )
+    greedy = spec.model_copy(update={"model": spec.model.model_copy(update={"top_k": 5})})
+    with pytest.raises(PacktrainError, match=r"rank 0 of 2: Traceback(.|\n)*expert\.py(.|\n)*out of range"):
+        run_lesson(greedy, lambda _: None)
 
 
 def test_validate_prints_the_resolved_lesson() -> None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from jobs.comm.groups import Groups
-from jobs.lessons.compare import METHODS, Finding, findings, judge, run_rank
+from jobs.lessons.compare import METHODS, findings, run_rank
 from jobs.lessons.context import positions_of
 from jobs.lessons.toy import Piece
+from jobs.lessons.verdict import RankReport, judge
 from jobs.spec.lesson import AXIS_OF, Lesson, LessonSpec
 from tests.support.ranks import run_ranks
 
@@ -24,26 +25,20 @@ def spec_of(lesson: Lesson, n_ranks: int, **train: Any) -> LessonSpec:
     )
 
 
-def rank_of_many(
-    groups: Groups, specs: list[LessonSpec]
-) -> list[tuple[list[Finding], list[tuple[str, str]]]]:
-    found = []
-    for spec in specs:
-        said: list[tuple[str, str]] = []
-        found.append((run_rank(spec, groups, lambda kind, text, said=said: said.append((kind, text))), said))
-    return found
+def run_many(groups: Groups, specs: list[LessonSpec]) -> list[RankReport]:
+    return [run_rank(groups, spec) for spec in specs]
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
 @pytest.mark.parametrize("lessons", [("collectives", "dp", "zero"), ("tp", "sp"), ("pp",), ("ep",), ("cp",)])
 def test_equals_one_process(lessons: tuple[Lesson, ...], n_ranks: int, tmp_path: Path) -> None:
     specs = [spec_of(lesson, n_ranks) for lesson in lessons]
-    ranks = run_ranks(rank_of_many, specs[0].mesh, tmp_path, specs)
+    ranks = run_ranks(run_many, specs[0].mesh, tmp_path, specs)
     for i, lesson in enumerate(lessons):
-        verdict = judge([rank[i][0] for rank in ranks])
+        verdict = judge([rank[i].findings for rank in ranks])
         assert verdict.ok, (lesson, verdict)
         assert verdict.worst < 1e-12, (lesson, verdict)
-        said = [rank[i][1] for rank in ranks]
+        said = [rank[i].said for rank in ranks]
         titles = [[text for kind, text in one if kind == "title"] for one in said]
         assert titles[0], lesson
         assert all(one == titles[0] for one in titles), "a part is shown once all ranks are past it"
@@ -55,8 +50,8 @@ def test_equals_one_process(lessons: tuple[Lesson, ...], n_ranks: int, tmp_path:
 
 def test_single_precision_is_within_the_limit(tmp_path: Path) -> None:
     spec = spec_of("sp", 2, precision="fp32")
-    ranks = run_ranks(rank_of_many, spec.mesh, tmp_path, [spec])
-    verdict = judge([rank[0][0] for rank in ranks])
+    ranks = run_ranks(run_many, spec.mesh, tmp_path, [spec])
+    verdict = judge([rank[0].findings for rank in ranks])
     assert verdict.ok
     assert verdict.worst > 1e-9, (
         "the sums are taken in another order: a difference of nothing compares nothing"
@@ -67,8 +62,8 @@ def test_uneven_parts_of_a_mean_are_noticed(tmp_path: Path) -> None:
     """The schema refuses them: the mean of means is not the mean."""
     spec = spec_of("dp", 2)
     uneven = spec.model_copy(update={"train": spec.train.model_copy(update={"batch_size": 15})})
-    ranks = run_ranks(rank_of_many, uneven.mesh, tmp_path, [uneven])
-    verdict = judge([rank[0][0] for rank in ranks])
+    ranks = run_ranks(run_many, uneven.mesh, tmp_path, [uneven])
+    verdict = judge([rank[0].findings for rank in ranks])
     assert not verdict.ok
     assert verdict.worst > 1e-3
 
