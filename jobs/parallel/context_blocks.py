@@ -131,6 +131,45 @@ def attend_backward(
     return attend_plainly_backward(grad, q, k, v, out, lse, causal, same)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What the backward pass of any block of keys needs of a rank's rows."""
+
+    q: torch.Tensor
+    """[B, H, S/cp, C]."""
+    out: torch.Tensor
+    """[B, H, S/cp, C], over all blocks."""
+    lse: torch.Tensor
+    """[B, H, S/cp], over all blocks."""
+    grad: torch.Tensor
+    """[B, H, S/cp, C], gradient of out."""
+
+    def add_gradients(
+        self,
+        block: Block,
+        kv: torch.Tensor,
+        same: torch.Tensor | None,
+        d_q: torch.Tensor,
+        d_kv: torch.Tensor,
+    ) -> None:
+        """Add one block's gradients to d_q (as q) and d_kv (as kv), both in the accumulators' type.
+
+        Args:
+            block: which of the rows, and which keys of kv.
+            kv: [2, B, K, N, C], keys and values.
+            same: the block's document mask, as in `attend`.
+            d_q: [B, H, S/cp, C].
+            d_kv: [2, B, K, N, C].
+        """
+        rows, keys = block.rows, block.keys
+        q, out, lse, grad = (x[:, :, rows] for x in (self.q, self.out, self.lse, self.grad))
+        k, v = kv[:, :, :, keys].unbind(0)
+        d_rows, d_k, d_v = attend_backward(grad, q, k, v, out, lse, block.causal, same)
+        d_q[:, :, rows] += d_rows
+        d_kv[0, :, :, keys] += d_k
+        d_kv[1, :, :, keys] += d_v
+
+
 def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
     """Put another block of keys into the rows' out [B, H, Q, C] and lse [B, H, Q], in place.
 

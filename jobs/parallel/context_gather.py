@@ -27,6 +27,7 @@ from jobs.comm.collectives import start_gather, start_scatter_sum
 from jobs.comm.groups import Axis
 from jobs.parallel.context_blocks import (
     Block,
+    Rows,
     accumulator_type,
     attend,
     attend_backward,
@@ -100,32 +101,19 @@ class _Gathered(torch.autograd.Function):
         cp: Axis = ctx.cp
         kind = accumulator_type(q.dtype)
         own_ids, others = _blocks(ids, q.shape[2], cp)
+        rows = Rows(q, out, lse, grad)
+        d_q = torch.zeros_like(q, dtype=kind)
         d_kv = torch.zeros_like(kv, dtype=kind)  # [2, B, K, S, C]
-        d_others = []
         for block, same in others:
-            rows, keys = block.rows, block.keys
-            d_rows, d_k, d_v = attend_backward(
-                grad[:, :, rows],
-                q[:, :, rows],
-                kv[0, :, :, keys],
-                kv[1, :, :, keys],
-                out[:, :, rows],
-                lse[:, :, rows],
-                False,
-                same,
-            )
-            d_kv[0, :, :, keys] = d_k  # no two blocks share keys
-            d_kv[1, :, :, keys] = d_v
-            d_others.append((rows, d_rows))
+            rows.add_gradients(block, kv, same, d_q, d_kv)
         pending = start_scatter_sum(in_parts(d_kv, cp.size, 3), cp, 0)
         _, same = same_document(own_ids, own_ids)
-        d_q, d_k, d_v = (x.to(kind) for x in attend_backward(grad, q, k, v, out, lse, True, same))
-        for rows, d_rows in d_others:
-            d_q[:, :, rows] += d_rows
-        from_others = pending.wait()[0]  # [2, B, K, S/cp, C]
-        d_k += from_others[0]
-        d_v += from_others[1]
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
+        d_rows, d_k, d_v = attend_backward(grad, q, k, v, out, lse, True, same)
+        d_q += d_rows
+        d_own = pending.wait()[0]  # [2, B, K, S/cp, C]
+        d_own[0] += d_k
+        d_own[1] += d_v
+        return d_q.to(q.dtype), d_own[0].to(k.dtype), d_own[1].to(v.dtype), None, None
 
 
 def _blocks(

@@ -13,7 +13,8 @@
 So each step is the same work on each rank (s = S / 2 cp), and no block that causality empties is computed.
 While a block is computed, its keys and values are on their way to the next rank. Kept for the backward pass
 are this rank's q, k, v, out and lse; then keys and values go round once more, followed by the sums of their
-gradients, which begin one rank after the owner and end at the owner: cp - 1 hops for each of the three.
+gradients, which begin one rank after the owner and end at the owner: cp - 1 hops for each of the three. The
+own part is then computed in two portions: one while the first keys travel, one while the last sums do.
 
 Knows no other way of context parallelism.
 
@@ -28,9 +29,9 @@ from jobs.comm.groups import Axis
 from jobs.comm.p2p import pass_on
 from jobs.parallel.context_blocks import (
     Block,
+    Rows,
     accumulator_type,
     attend,
-    attend_backward,
     merge,
     same_document,
 )
@@ -51,6 +52,13 @@ def ring_block(rank: int, source: int, n_rows: int) -> Block:
     if source < rank:
         return Block(whole, slice(0, half), causal=False)
     return Block(slice(half, n_rows), whole, causal=False)
+
+
+def own_portions(n_rows: int) -> tuple[list[Block], Block]:
+    """A rank's own part in two portions of work 3 : 1, of square causal blocks and full ones."""
+    early, late = slice(0, n_rows // 2), slice(n_rows // 2, n_rows)
+    first = [Block(late, early, causal=False), Block(early, early, causal=True)]
+    return first, Block(late, late, causal=True)
 
 
 def ring_attention(
@@ -83,17 +91,19 @@ class _Ring(torch.autograd.Function):
         cp: Axis,
     ) -> torch.Tensor:
         kind = accumulator_type(q.dtype)
-        parts = _Parts(ids, q.shape[2], cp)
+        parts = _Parts(ids, cp)
         kv = torch.stack((k, v))  # [2, B, K, S/cp, C]
         transfer = pass_on(kv, cp)
-        block, _, same = parts.block(cp.rank)
-        out, lse = attend(q, k, v, block.causal, same)
+        block = ring_block(cp.rank, cp.rank, q.shape[2])
+        out, lse = attend(q, k, v, block.causal, parts.mask(block, cp.rank)[1])
         out = out.to(kind)
         for step in range(1, cp.size):
             kv = transfer.wait()
             if step < cp.size - 1:
                 transfer = pass_on(kv, cp)
-            block, has_work, same = parts.block((cp.rank - step) % cp.size)
+            source = (cp.rank - step) % cp.size
+            block = ring_block(cp.rank, source, q.shape[2])
+            has_work, same = parts.mask(block, source)
             if has_work:
                 rows, keys = block.rows, block.keys
                 found = attend(q[:, :, rows], kv[0, :, :, keys], kv[1, :, :, keys], block.causal, same)
@@ -108,54 +118,47 @@ class _Ring(torch.autograd.Function):
         q, k, v, ids, out, lse = ctx.saved_tensors
         cp: Axis = ctx.cp
         kind = accumulator_type(q.dtype)
-        parts = _Parts(ids, q.shape[2], cp)
-        transfer = pass_on(torch.stack((k, v)), cp)
-        block, _, same = parts.block(cp.rank)
-        d_q, d_k, d_v = attend_backward(grad, q, k, v, out, lse, block.causal, same)
-        d_q, own_k, own_v = d_q.to(kind), d_k.to(kind), d_v.to(kind)
-        sums = None  # the gradients of the part at hand, from the ranks between its owner and this one
+        parts = _Parts(ids, cp)
+        rows = Rows(q, out, lse, grad)
+        own = torch.stack((k, v))  # [2, B, K, S/cp, C]
+        d_q, d_own = torch.zeros_like(q, dtype=kind), torch.zeros_like(own, dtype=kind)
+
+        def add(block: Block, source: int, kv: torch.Tensor, d_kv: torch.Tensor) -> None:
+            has_work, same = parts.mask(block, source)
+            if has_work:
+                rows.add_gradients(block, kv, same, d_q, d_kv)
+
+        first, last = own_portions(q.shape[2])
+        transfer = pass_on(own, cp)
+        for block in first:
+            add(block, cp.rank, own, d_own)
+        sums = None  # gradients of the part at hand, from the ranks between its owner and this one
         for step in range(1, cp.size):
             kv = transfer.wait()
             if step < cp.size - 1:
                 transfer = pass_on(kv, cp)
-            added = torch.zeros_like(kv, dtype=kind)  # [2, B, K, S/cp, C]
-            block, has_work, same = parts.block((cp.rank - step) % cp.size)
-            if has_work:
-                rows, keys = block.rows, block.keys
-                d_rows, d_k, d_v = attend_backward(
-                    grad[:, :, rows],
-                    q[:, :, rows],
-                    kv[0, :, :, keys],
-                    kv[1, :, :, keys],
-                    out[:, :, rows],
-                    lse[:, :, rows],
-                    block.causal,
-                    same,
-                )
-                d_q[:, :, rows] += d_rows
-                added[0, :, :, keys] = d_k
-                added[1, :, :, keys] = d_v
+            d_kv = torch.zeros_like(kv, dtype=kind)
+            source = (cp.rank - step) % cp.size
+            add(ring_block(cp.rank, source, q.shape[2]), source, kv, d_kv)
             if sums is not None:
-                added += sums.wait()
-            sums = pass_on(added, cp)
+                d_kv += sums.wait()
+            sums = pass_on(d_kv, cp)
+        add(last, cp.rank, own, d_own)
         assert sums is not None
-        from_others = sums.wait()
-        own_k += from_others[0]
-        own_v += from_others[1]
-        return d_q.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype), None, None
+        d_own += sums.wait()
+        return d_q.to(q.dtype), d_own[0].to(k.dtype), d_own[1].to(v.dtype), None, None
 
 
 class _Parts:
-    """The blocks of this rank's rows, with their documents."""
+    """The documents of this rank's rows and of the parts that pass by."""
 
-    def __init__(self, ids: torch.Tensor | None, n_rows: int, cp: Axis) -> None:
-        self._ids, self._n_rows, self._cp = ids, n_rows, cp
+    def __init__(self, ids: torch.Tensor | None, cp: Axis) -> None:
+        self._ids, self._cp = ids, cp
 
-    def block(self, source: int) -> tuple[Block, bool, torch.Tensor | None]:
-        """The block against a rank's keys, whether anything of it is seen, and its document mask."""
-        block = ring_block(self._cp.rank, source, self._n_rows)
+    def mask(self, block: Block, source: int) -> tuple[bool, torch.Tensor | None]:
+        """Whether a block against the part of `source` has work, and its document mask."""
         if self._ids is None:
-            return block, True, None
+            return True, None
         row_ids = part_of(self._ids, self._cp.size, self._cp.rank, 1)[:, block.rows]
         key_ids = part_of(self._ids, self._cp.size, source, 1)[:, block.keys]
-        return block, *same_document(row_ids, key_ids)
+        return same_document(row_ids, key_ids)
