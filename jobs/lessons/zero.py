@@ -58,7 +58,9 @@ def _train(spec: LessonSpec, axis: Axis, tell: Tell, stage: int) -> list[Piece]:
     start = begin(spec.model.d_model, axis)
     whole = [initial_weight(spec)] * spec.model.n_layers
     weights = trained(whole) if stage < 3 else []
-    parts = trained([cut(weight, axis, dim=0) for weight in whole])  # [D/n, D], what this rank updates
+    # [D/n, D], what this rank updates: a view of the weight, where all of it is here.
+    parts = [torch.nn.Parameter(cut(weight.data, axis, dim=0)) for weight in weights]
+    parts = parts or trained([cut(weight, axis, dim=0) for weight in whole])
     optimizer = adamw(parts, spec)
     peak = Peak()
     if stage == 2:
@@ -88,11 +90,10 @@ def _train(spec: LessonSpec, axis: Axis, tell: Tell, stage: int) -> list[Piece]:
             ]
         optimizer.step()
         for weight, part in zip(weights, parts if weights else [], strict=True):
-            weight.data = gather_plain(part.detach(), axis, dim=0)  # the other ranks' rows
+            weight.data.copy_(gather_plain(part.detach(), axis, dim=0))  # the other ranks' rows
         total = sum_in_place(loss.detach().clone(), axis)
         found.append(Piece(f"stage {stage}, loss of step {step}", total))
         tell.line(f"step = {step}, loss of its rows x 1/{axis.size} = {loss.item()}, of all = {total.item()}")
-    # What a real run would hold in one place: the part is a view of the weight where both are there.
     n_weights = sum(w.numel() for w in weights) or sum(p.numel() for p in parts)
     moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
     size = data.element_size()

@@ -12,7 +12,7 @@ import pytest
 
 from jobs.errors import PacktrainError
 from jobs.spec.lesson import LessonSpec
-from service.lesson import run_lesson
+from service.lesson import in_order, run_lesson
 from tests.support.commands import command, refusal
 from tests.support.ranks import run_ranks  # noqa: F401  (says to conftest that ranks are forked here)
 
@@ -39,6 +39,12 @@ def test_the_ranks_speak_in_order_and_equal_one_process(name: str, expected: str
     if name == "dp":
         lines = [line for line in answer.out.splitlines() if "step = " in line]
         assert [line[19:25] for line in lines] == ["Rank 0", "Rank 1"] * 2
+
+
+def test_lines_are_taken_in_turn_part_by_part() -> None:
+    zero = [("line", "a0"), ("title", "next"), ("line", "b0"), ("line", "c0")]
+    one = [("title", "next"), ("line", "b1")]
+    assert list(in_order([zero, one])) == ["a0", "", "-- next", "b0", "b1", "c0"]
 
 
 def test_unequal_is_exit_code_one() -> None:
