@@ -1,0 +1,165 @@
+"""How much of a pipeline's step is idle, and is it what the schedule promises?
+
+    python benchmarks/pipeline_bubble.py [--rounds N] [--draw FILE.svg]
+
+Two ranks of one thread each run real steps (gloo, fp32) of one model whose stages cost the same: the
+embedding and the head are small. All schedules live in the same two processes and take turns of one step, so
+they meet the same machine; ranks begin each step together. A figure is the median over the rounds of
+1 - busy / (ranks * span), from the trace that jobs/parallel/pipeline.py records of every step.
+
+Beside it stands what the schedule has where sending costs nothing: for 1F1B (p - 1) / (m + p - 1) of the span
+(arXiv 2104.04473, 2.2: (p - 1) / m of the busy time). Another program on either core makes one rank wait for
+the other, which shows as bubble: look at load_1min in the JSON line.
+Goal: 1F1B within 15 % of that, interleaved and zero-bubble below 1F1B with as many micro-batches.
+"""
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")  # torch reads them when it is imported
+
+import harness
+import torch
+import torch.distributed as dist
+
+from jobs.comm.groups import Groups, destroy_groups, init_groups
+from jobs.engines.base import MicroBatch
+from jobs.mesh import Mesh
+from jobs.models.init import initial_value, take_parameters
+from jobs.models.llama import Llama
+from jobs.parallel.pipeline import Pipeline
+from jobs.planner.bubble import Trace, bubble_frac, ideal_bubble
+from jobs.planner.stages import plan_stages
+from jobs.spec.data import DataSpec
+from jobs.spec.job import JobSpec, RunSection, TrainSection
+from jobs.spec.model import ModelSpec
+from jobs.spec.optim import OptimSpec
+from jobs.spec.strategy import NativeStrategy, PipelineSchedule, PipelineSection
+
+GOAL = 0.15
+RANKS = 2
+MICRO_BATCH, SEQ_LEN = 2, 128
+MODEL = ModelSpec(
+    vocab_size=64,
+    n_layers=8,
+    d_model=256,
+    n_heads=8,
+    n_kv_heads=8,
+    head_dim=32,
+    d_ff=704,
+    max_seq_len=SEQ_LEN,
+)
+SCHEDULES: list[tuple[PipelineSchedule, int]] = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_zero_bubble", 1),
+    ("interleaved_zero_bubble", 2),
+    ("zbv_zero_bubble", 2),
+    ("dualpipev", 2),
+]
+MICRO_BATCHES = (4, 8)
+Key = tuple[PipelineSchedule, int, int]
+"""Schedule, stages a rank, micro-batches."""
+
+
+def build(schedule: PipelineSchedule, stages_per_rank: int, n_micro_batches: int, groups: Groups) -> Pipeline:
+    """This rank's stages of one schedule, with start weights."""
+    section = PipelineSection(schedule=schedule, stages_per_rank=stages_per_rank)
+    spec = JobSpec(
+        run=RunSection(),
+        model=MODEL,
+        data=DataSpec(seq_len=SEQ_LEN),
+        optim=OptimSpec(lr=1e-3),
+        train=TrainSection(
+            steps=1, global_batch_size=MICRO_BATCH * n_micro_batches, micro_batch_size=MICRO_BATCH
+        ),
+        strategy=NativeStrategy(pp=RANKS, pipeline=section),
+    )
+    held = []
+    for stage in plan_stages(MODEL, RANKS, schedule, stages_per_rank):
+        if stage.pp_rank != groups.pp.rank:
+            continue
+        with torch.device("meta"):
+            model = Llama(MODEL, None, stage.layers, is_first=stage.is_first, is_last=stage.is_last)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        take_parameters(model, {name: initial_value(name, shape, MODEL, 0) for name, shape in shapes.items()})
+        held.append((stage, model))
+    return Pipeline(held, spec, groups, torch.device("cpu"))
+
+
+def measure(rank: int, store: str, rounds: int, replies: Any) -> None:
+    """One rank: its traces of every step, warm-up left out."""
+    torch.set_num_threads(1)
+    groups = init_groups(Mesh(pp=RANKS), rank, dist.FileStore(store, RANKS), "gloo", timeout_s=120.0)
+    keys: list[Key] = [(name, each, m) for m in MICRO_BATCHES for name, each in SCHEDULES]
+    pipelines = {key: build(*key, groups) for key in keys}
+    tokens = torch.randint(0, MODEL.vocab_size, (MICRO_BATCH, SEQ_LEN))
+    batch = MicroBatch(tokens, tokens, torch.arange(SEQ_LEN).expand_as(tokens), None)
+    traces: dict[Key, list[Trace]] = {key: [] for key in keys}
+    for round_number in range(rounds + 1):
+        for key, pipeline in pipelines.items():
+            dist.barrier()
+            pipeline.run([batch] * key[2], scale=1.0)
+            if round_number > 0:
+                traces[key].append(pipeline.last_trace())
+    replies.send(traces)
+    destroy_groups(groups)
+
+
+def main() -> None:
+    """Measure, print the table and the JSON line, and fail where the goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+        store = str(Path(folder) / "store")
+        ranks = [
+            context.Process(target=measure, args=(rank, store, arguments.rounds, pipes[rank][1]))
+            for rank in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        per_rank: list[dict[Key, list[Trace]]] = [ours.recv() for ours, _ in pipes]
+        for process in ranks:
+            process.join()
+    bubbles = {
+        key: [bubble_frac(step) for step in zip(*(traces[key] for traces in per_rank), strict=True)]
+        for key in per_rank[0]
+    }
+    rows = [["schedule", "stages a rank", "micro-batches", "measured [smallest..largest]", "ideal"]]
+    for (name, each, m), measured in bubbles.items():
+        ideal = ideal_bubble(name, RANKS, m, each)
+        rows.append([name, str(each), str(m), harness.spread(measured, digits=3), f"{ideal:.3f}"])
+    harness.print_table(rows)
+    missed = misses({key: harness.median(measured) for key, measured in bubbles.items()})
+    figures = {f"{name} v{each} m{m}": harness.median(x) for (name, each, m), x in bubbles.items()}
+    harness.print_json("pipeline_bubble", GOAL, {**figures, "ok": not missed})
+    if missed:
+        raise SystemExit("\n".join(missed))
+
+
+def misses(measured: dict[Key, float]) -> list[str]:
+    """What the goal asks for and the figures do not show."""
+    found = []
+    for m in MICRO_BATCHES:
+        plain = measured["1f1b", 1, m]
+        ideal = ideal_bubble("1f1b", RANKS, m)
+        if abs(plain / ideal - 1) > GOAL:
+            found.append(f"1f1b with {m} micro-batches: measured {plain:.3f}, ideal {ideal:.3f}")
+        found += [
+            f"{name} with {m} micro-batches: measured {value:.3f}, 1f1b {plain:.3f}"
+            for (name, _, n), value in measured.items()
+            if n == m and name not in ("gpipe", "1f1b") and value >= plain
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    main()
