@@ -105,8 +105,8 @@ def test_valid(write_spec):
         (
             "dp: 2",
             "dp: 2\n  stage: 1",
-            "spec.yaml:14: strategy.stage: belongs to kind deepspeed_zero, but kind is native; "
-            "known here: kind, dp, pp, cp, tp, ep, etp, sequence_parallel, context_method, pipeline, "
+            "spec.yaml:14: strategy.stage: belongs to kind deepspeed_zero or deepspeed_pipeline, but kind is "
+            "native; known here: kind, dp, pp, cp, tp, ep, etp, sequence_parallel, context_method, pipeline, "
             "zero_stage, recompute, bucket_mib",
         ),
         (
@@ -150,8 +150,7 @@ def test_valid(write_spec):
             "preset: tiny",
             "preset: gpt",
             "spec.yaml:2: model.preset: no preset 'gpt'; known here: tiny, small, 125m, 1b, 3b, 8b, 70b, "
-            "405b, "
-            "llama2_7b",
+            "405b, llama2_7b, tiny_moe, mixtral_8x7b, deepseek_16b",
         ),
         (
             "preset: tiny",
