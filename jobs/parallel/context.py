@@ -7,7 +7,7 @@ rotary angles are right wherever a chunk comes from.
 What the methods exchange in a layer's forward pass, values a rank sends (backward: about twice):
 
     ring         (cp - 1) S/cp 2 K C             in cp - 1 messages behind the computation
-    all_gather   (cp - 1) S/cp 2 K C             at once, in front of the computation
+    all_gather   (cp - 1) S/cp 2 K C             at once, behind the computation of the own part
     ulysses      (cp - 1)/cp S/cp (2 H + 2 K) C  in front of and after the computation
 
 Shapes: B micro-batch, S sequence, H query heads, K kv heads, C head_dim.
