@@ -48,6 +48,12 @@ class Mesh:
         """Copies of each expert: what is left of a stage's ranks after ep and etp."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
+    @property
+    def factors(self) -> str:
+        """The axes longer than one, as a user writes them: "dp=2 x tp=4"; "dp=1" for one rank."""
+        sizes = {axis: getattr(self, axis) for axis in (*AXES, "ep", "etp")}
+        return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinate of a global rank on each axis, dense and expert.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.mesh import AXES, Mesh
 from ops.checkpoint.layout import CHECKPOINTS_DIR, folder_name, newest_committed_step
 from ops.goodput import Goodput, account
 from ops.ledger import Event, number, plain_value, read_ledger, read_metrics
@@ -206,7 +207,7 @@ def build_report(
         checkpoints=tuple(checkpoints),
         events=tuple(events),
         spec=spec,
-        environment=_environment(folder, events),
+        environment=_environment(folder, events, spec),
     )
 
 
@@ -306,8 +307,12 @@ def _unsent(folder: Path, tracking: Mapping[str, Any]) -> int | None:
         return 0
 
 
-def _environment(folder: Path, events: Sequence[Event]) -> dict[str, Any]:
-    """Where the run ran, as far as its folder tells."""
+def _environment(folder: Path, events: Sequence[Event], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the run ran and over which layout, as far as its folder tells."""
     found = _read_json(folder / "environment.json")
+    strategy = spec.get("strategy")
+    if found and isinstance(strategy, dict):
+        sizes = {axis: strategy[axis] for axis in (*AXES, "ep", "etp") if isinstance(strategy.get(axis), int)}
+        found["layout"] = f"{strategy.get('kind')} {Mesh(**sizes).factors}"
     worlds = [event.integer("world_size") for event in events if event.kind == "attempt_started"]
     return {**found, "world_size": worlds[-1]} if worlds else found

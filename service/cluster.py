@@ -87,9 +87,9 @@ def embedded_cpus(spec: JobSpec, n_cores: int) -> int:
     wanted, limit = max(workers, workers * each), max(32, 4 * n_cores)
     if wanted > limit:
         raise SpecError(
-            f"strategy.dp={spec.strategy.dp}: {workers} workers x {each:g} CPUs = {workers * each:g} CPUs "
-            f"wanted, but an embedded cluster takes at most {limit} on the {n_cores} cores of this machine; "
-            "lower strategy.dp or resources.cpus_per_worker, or name a cluster with --address"
+            f"strategy.{spec.strategy.mesh.factors}: {workers} workers x {each:g} CPUs = {workers * each:g} "
+            f"CPUs wanted, but an embedded cluster takes at most {limit} on this machine's {n_cores} cores; "
+            "make the layout smaller, lower resources.cpus_per_worker, or name a cluster with --address"
         )
     return max(2, round(workers * each))
 

@@ -272,8 +272,8 @@ def cluster_findings(spec: JobSpec, cluster: ClusterFacts) -> tuple[list[str], l
         if wanted > whole:
             fit = int(whole // each)
             problems.append(
-                f"strategy.dp={spec.strategy.dp}: {said}, but the cluster has {whole:g} ({free:g} free): "
-                f"room for {fit} worker{'' if fit == 1 else 's'}"
+                f"strategy.{spec.strategy.mesh.factors}: {said}, but the cluster has {whole:g} "
+                f"({free:g} free): room for {fit} worker{'' if fit == 1 else 's'}"
             )
         elif wanted > free:
             warnings.append(

@@ -52,6 +52,8 @@ def _figures(report: Report) -> Table:
         "wall time": duration_text(report.goodput.wall_us / 1e6),
         "goodput": f"{report.goodput.goodput_frac:.1%}",
     }
+    if "layout" in report.environment:
+        rows["layout"] = f"{report.environment['layout']}, {report.environment.get('world_size', '-')} ranks"
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)

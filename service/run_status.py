@@ -30,6 +30,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
     return {
         "run_id": state.run_id,
         "status": status,
+        "layout": f"{spec.strategy.kind} {spec.strategy.mesh.factors}",
         "step": last["step"] if last else 0,
         "steps": spec.train.steps,
         "loss": last["loss"] if last else None,
@@ -53,6 +54,6 @@ def _summary_or_trouble(run_dir: Path) -> dict[str, Any]:
     try:
         return summary(run_dir)
     except SpecError as error:
-        nothing = {"step": 0, "steps": 0, "loss": None, "tokens_per_s": None, "attempts": 0}
+        nothing = {"layout": "", "step": 0, "steps": 0, "loss": None, "tokens_per_s": None, "attempts": 0}
         where = {"run_dir": str(run_dir), "mlflow_run_id": None}
         return {"run_id": run_dir.name, "status": UNREADABLE, **nothing, "error": str(error), **where}

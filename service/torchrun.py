@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
     spec = with_absolute_storage(load_spec(arguments[0], arguments[1:]))
     if spec.world_size != numbers["WORLD_SIZE"]:
         raise SystemExit(
-            f"the spec wants {spec.world_size} ranks (strategy.dp), torchrun has {numbers['WORLD_SIZE']}: "
-            "make --nnodes x --nproc-per-node the same"
+            f"the spec wants {spec.world_size} ranks (strategy.{spec.strategy.mesh.factors}), torchrun has "
+            f"{numbers['WORLD_SIZE']}: make --nnodes x --nproc-per-node the same"
         )
     shared = TCPStore(environment()["MASTER_ADDR"], numbers["MASTER_PORT"], is_master=False)
     if numbers["RANK"] == 0 and not shared.check(["packtrain/folders"]):

@@ -85,7 +85,7 @@ def _top_level(reading: Reading, key: str, value: Json, config: Mapping[str, Jso
         if size in (0, 1):
             reading.ignore((key,), value, "there is no tensor parallelism")
         else:
-            reading.refuse((key,), f"autotp_size={describe(size)}: AutoTP is not used; dp is the only axis")
+            reading.refuse((key,), f"autotp_size={describe(size)}: AutoTP is not used; set strategy.tp")
     elif key in keys.SWITCHES:
         _switch(reading, key, value, config)
     elif key in keys.MUST_BE:

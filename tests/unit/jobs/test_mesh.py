@@ -53,3 +53,8 @@ def test_coordinates_are_unique_and_peers_partition_the_world(mesh):
 def test_a_rank_outside_is_refused(rank):
     with pytest.raises(ValueError, match="outside a mesh of 8 ranks"):
         Mesh(dp=8).coordinates(rank)
+
+
+def test_the_axes_longer_than_one_are_told_as_a_user_writes_them() -> None:
+    assert Mesh(dp=2, pp=1, cp=4, tp=1, ep=2).factors == "dp=2 x cp=4 x ep=2"
+    assert Mesh().factors == "dp=1"

@@ -22,8 +22,7 @@ from tests.unit.jobs.spec.deepspeed_examples import (
                 "ds.json:16: scheduler.params: refused: leaves out warmup_type, so DeepSpeed warms up "
                 "along a "
                 'logarithm; write "warmup_type": "linear"',
-                "ds.json:27: tensor_parallel: refused: autotp_size=4: AutoTP is not used; dp is the only "
-                "axis",
+                "ds.json:27: tensor_parallel: refused: autotp_size=4: AutoTP is not used; set strategy.tp",
             ],
         ),
         (
