@@ -32,6 +32,8 @@ class StepRecord:
     """Global sample ordinal of the next step's first sample: the whole state of the sampler."""
     skipped: bool = False
     """The gradient was not finite on some rank: no rank updated its parameters."""
+    bubble_frac: float | None = None
+    """Idle part of the pipeline's forward and backward passes, over all ranks; None without a pipeline."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values."""

@@ -165,6 +165,7 @@ def _step(spec: JobSpec, engine: Engine, batches: StepBatches, progress: Progres
         tokens_seen=progress.tokens_seen + batches.n_valid_tokens,
         sample_ordinal=batches.next_ordinal,
         skipped=result.skipped,
+        bubble_frac=result.bubble_frac,
     )
 
 

@@ -35,6 +35,8 @@ class StepResult:
     """Global L2 norm of the mean gradient before clipping."""
     skipped: bool
     """Non-finite gradient on some rank: nothing was updated on any."""
+    bubble_frac: float | None = None
+    """Idle part of the pipeline's forward and backward passes (jobs/planner/bubble.py); None without one."""
 
 
 class Engine(Protocol):

@@ -24,6 +24,7 @@ from jobs.engines.native_parameters import NativeParameters
 from jobs.models.losses import IGNORED_LABEL
 from jobs.optim.grad_norm import clip_factor, squared_norm
 from jobs.parallel.expert import update_router_biases
+from jobs.planner.bubble import bubble_of
 from jobs.spec.job import JobSpec
 from jobs.spec.model import router_bias_names
 from jobs.state import Chunk
@@ -91,7 +92,10 @@ class NativeEngine:
         self._reducer.finish(square)
         share = loss.double() if self._counts_loss else torch.zeros_like(loss, dtype=torch.float64)
         figures = torch.stack((share, torch.stack(squares).sum()))
-        mean_loss, squared = sum_in_place(figures, self._groups.world).tolist()
+        if self._pipeline is not None:
+            # Waiting for the device here delays nothing: the sum is read at once.
+            figures = torch.cat((figures, self._pipeline.timing()))
+        mean_loss, squared, *timing = sum_in_place(figures, self._groups.world).tolist()
         # Every rank has the same sums, so all of them see a non-finite gradient on any of them.
         grad_norm = math.sqrt(squared) if squared >= 0 else math.nan
         is_skipped = not math.isfinite(grad_norm)
@@ -101,7 +105,8 @@ class NativeEngine:
         if self._bias_rate:
             modules = [module for _, module in self._stages]
             update_router_biases(modules, self._groups, self._bias_rate, is_skipped=is_skipped)
-        return StepResult(mean_loss, grad_norm, is_skipped)
+        bubble_frac = bubble_of(timing[0], timing[1:]) if timing else None
+        return StepResult(mean_loss, grad_norm, is_skipped, bubble_frac)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:

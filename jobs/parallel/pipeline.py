@@ -34,7 +34,7 @@ from torch.distributed.pipelining.schedules import (
 from jobs.comm.groups import Groups
 from jobs.engines.base import MicroBatch
 from jobs.models.llama import Llama
-from jobs.planner.bubble import Action, ActionKind, Trace
+from jobs.planner.bubble import Action, ActionKind, Trace, busy_s, span_s
 from jobs.planner.stages import Stage, rank_of_stage, schedule_refusal
 from jobs.spec.job import JobSpec
 from jobs.spec.strategy import NativeStrategy, PipelineSchedule
@@ -145,6 +145,19 @@ class Pipeline:
     def last_trace(self) -> Trace:
         """What this rank computed in the last step, and when. Waits for the device."""
         return self._clock.trace()
+
+    def timing(self) -> torch.Tensor:
+        """This rank's part of jobs.planner.bubble.bubble_of; summed over the world it is the step's.
+
+        Waits for the device.
+
+        Returns:
+            [1 + pp] fp64: busy seconds of the last step, then at the rank's own place its span.
+        """
+        trace = self.last_trace()
+        figures = torch.zeros(1 + self._pp.size, dtype=torch.float64)
+        figures[0], figures[1 + self._pp.rank] = busy_s(trace), span_s(trace)
+        return figures.to(self._device)
 
     @property
     def _holds_first(self) -> bool:

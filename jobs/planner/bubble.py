@@ -51,13 +51,16 @@ def bubble_frac(traces: Sequence[Trace]) -> float:
     Args:
         traces: one of each rank of one pipeline.
     """
-    return bubble_of([busy_s(trace) for trace in traces], [span_s(trace) for trace in traces])
+    return bubble_of(sum(busy_s(trace) for trace in traces), [span_s(trace) for trace in traces])
 
 
-def bubble_of(busy: Sequence[float], spans: Sequence[float]) -> float:
-    """The same from each rank's busy seconds and span; 0 where nothing ran."""
+def bubble_of(busy: float, spans: Sequence[float]) -> float:
+    """The same from the ranks' busy seconds together and each one's span; 0 where nothing ran.
+
+    Sums over several pipelines of one layout give the bubble of them all.
+    """
     longest = max(spans, default=0.0)
-    return max(0.0, 1.0 - sum(busy) / (len(spans) * longest)) if longest > 0 else 0.0
+    return max(0.0, 1.0 - busy / (len(spans) * longest)) if longest > 0 else 0.0
 
 
 def ideal_bubble(

@@ -23,6 +23,7 @@ STEP_NAMES = {
     "data_time_s": "perf/data_time_s",
     "tokens_per_s": "perf/tokens_per_s",
     "mfu_frac": "perf/mfu_frac",
+    "bubble_frac": "perf/bubble_frac",
     "tflops_per_rank": "perf/tflops_per_rank",
     "memory_bytes": "perf/memory_bytes",
 }

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from jobs.engines.base import MicroBatch
+from jobs.engines.native import NativeEngine
 from jobs.mesh import Mesh
 from jobs.models.init import build_llama
 from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
@@ -14,13 +15,13 @@ from jobs.models.router_losses import RouterLossScale
 from jobs.parallel.pipeline import Pipeline
 from jobs.parallel.recompute import recompute_operations
 from jobs.parallel.tensor import tensor_operations
-from jobs.planner.bubble import bubble_frac
+from jobs.planner.bubble import bubble_frac, busy_s, span_s
 from jobs.planner.stages import plan_stages, schedule_refusal
 from jobs.spec.model import MoeSpec
 from jobs.spec.strategy import NativeStrategy, PipelineSection
 from tests.support.layouts import SEED, gathered, gradients, local_model, sum_gradients
 from tests.support.ranks import run_ranks
-from tests.support.tiny_runs import tiny_model, tiny_spec
+from tests.support.tiny_runs import n_valid, share, tiny_model, tiny_spec, whole_batch
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
@@ -234,6 +235,34 @@ def test_a_trace_holds_each_action_once(tmp_path):
         losses = sorted(a.micro_batch for a in trace if a.kind == "loss")
         assert losses == ([0, 1, 2, 3] if rank == 1 else [])
     assert 0 < bubble_frac([result[4] for (result,) in ranks]) < 1
+
+
+def engine_on_rank(groups):
+    """Bubbles that two steps report, and what the traces behind the second one say."""
+    strategy = NativeStrategy(dp=groups.mesh.dp, pp=groups.mesh.pp)
+    spec = tiny_spec(dp=groups.mesh.dp, accum=3).model_copy(update={"strategy": strategy})
+    engine = NativeEngine(spec, groups, CPU)
+    bubbles = []
+    for step in range(2):
+        batch = whole_batch(step)
+        own = share(batch, groups.dp.rank, groups.mesh.dp, 3)
+        bubbles.append(engine.train_step(own, n_valid(batch), 1e-3).bubble_frac)
+    return bubbles, engine._pipeline and engine._pipeline.last_trace()
+
+
+def test_a_step_reports_the_bubble_of_all_pipelines(tmp_path):
+    results = run_ranks(engine_on_rank, Mesh(dp=2, pp=2), tmp_path)
+    bubbles, traces = zip(*results, strict=True)
+    assert all(own == bubbles[0] for own in bubbles)
+    assert all(0 < bubble < 1 for bubble in bubbles[0])
+    busy = sum(busy_s(trace) for trace in traces)
+    # Ranks 0 and 2 are first stages, 1 and 3 last ones: a span is the mean over the pipelines.
+    spans = [sum(span_s(traces[rank]) for rank in ranks) for ranks in ((0, 2), (1, 3))]
+    assert bubbles[0][1] == pytest.approx(1 - busy / (2 * max(spans)))
+
+
+def test_no_pipeline_has_no_bubble(tmp_path):
+    assert run_ranks(engine_on_rank, Mesh(), tmp_path) == [([None, None], None)]
 
 
 def refused_on_rank(groups):
