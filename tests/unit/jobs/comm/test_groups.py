@@ -36,7 +36,7 @@ def test_a_rank_that_waits_too_long_raises_by_itself(tmp_path):
 
 def _sums_of_ranks(groups):
     rank = torch.tensor([float(groups.rank)])
-    lines = {"tp": groups.tp, "pp": groups.pp, **groups.sums}
+    lines = {"tp": groups.tp, "pp": groups.pp, "kv": groups.kv, **groups.sums}
     return {name: (axis.ranks, sum_in_place(rank.clone(), axis).item()) for name, axis in lines.items()}
 
 
@@ -45,5 +45,6 @@ def test_each_line_sums_over_its_own_ranks(tmp_path):
     for rank, lines in enumerate(run_ranks(_sums_of_ranks, mesh, tmp_path, kv_replicas=2)):
         assert all(total == sum(ranks) and rank in ranks for ranks, total in lines.values())
         assert lines["tp"][0] == tuple(mesh.peers("tp", rank))
+        assert lines["kv"][0] == (rank // 2 * 2, rank // 2 * 2 + 1)
         assert lines["data_ends"][0] == tuple(sum_line(mesh, rank, "data_ends"))
         assert lines["data_kv"][0] == tuple(sum_line(mesh, rank, "data_kv", 2))
