@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from jobs.mesh import AXES, Mesh
-from jobs.planner.stages import schedule_refusal
+from jobs.planner.stages import recompute_refusal, schedule_refusal
 from jobs.spec.job import JobSpec
 from jobs.spec.strategy import DeepspeedPipelineStrategy, DeepspeedZeroStrategy, NativeStrategy
 
@@ -310,16 +310,26 @@ def _precision(spec: JobSpec) -> Iterator[_Breach]:
 
 def _recompute(spec: JobSpec) -> Iterator[_Breach]:
     strategy = spec.strategy
-    if not isinstance(strategy, NativeStrategy) or isinstance(strategy.recompute, str):
+    if not isinstance(strategy, NativeStrategy):
         return
+    is_one = isinstance(strategy.recompute, str)
+    modes = [strategy.recompute] if isinstance(strategy.recompute, str) else list(strategy.recompute)
     n_stages = strategy.pp * strategy.pipeline.stages_per_rank
-    if len(strategy.recompute) != n_stages:
-        fits = [*strategy.recompute, *["none"] * n_stages][:n_stages]
+    if not is_one and len(modes) != n_stages:
+        fits = [*modes, *["none"] * n_stages][:n_stages]
         yield _Breach(
             "strategy.recompute",
-            f"recompute has {len(strategy.recompute)} entries for {n_stages} pipeline stages "
+            f"recompute has {len(modes)} entries for {n_stages} pipeline stages "
             f"(pp={strategy.pp} x stages_per_rank={strategy.pipeline.stages_per_rank})",
             f"strategy.recompute=[{', '.join(fits)}]",
+        )
+    reason = recompute_refusal(strategy.pipeline.schedule, modes) if strategy.pp > 1 else None
+    if reason is not None:
+        fits = ["attention" if mode in ("full", "ops") else mode for mode in modes]
+        yield _Breach(
+            "strategy.recompute",
+            reason,
+            "strategy.recompute=" + (fits[0] if is_one else f"[{', '.join(fits)}]"),
         )
 
 

@@ -189,6 +189,13 @@ REFUSED = {
         "precision=fp8 wants GPUs with fp8 products, and resources.gpus_per_worker=0",
         "train.precision=bf16",
     ),
+    "recompute under a backward pass taken apart": (
+        spec({"pp": 2, "recompute": "full", "pipeline": {"schedule": "interleaved_zero_bubble"}}),
+        "strategy.recompute",
+        "recompute=full does not go with pipeline.schedule=interleaved_zero_bubble, which takes the backward "
+        "pass apart: use recompute=attention or none, or the schedule 1f1b or interleaved_1f1b",
+        "strategy.recompute=attention",
+    ),
     "recompute": (
         spec({"pp": 2, "recompute": ("full",)}),
         "strategy.recompute",
