@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from jobs.comm.groups import Groups
+from jobs.engines import deepspeed_zero
 from jobs.engines.base import Engine, MicroBatch, StepResult
 from jobs.engines.build import build_engine
+from jobs.engines.deepspeed_state import Piece
 from jobs.engines.preload import preload_modules
 from jobs.mesh import Mesh
 from jobs.models.init import build_llama
@@ -207,6 +210,42 @@ def test_zero_over_context_parallel(tmp_path: Path) -> None:
 
 def test_zero_over_context_and_tensor_parallel(tmp_path: Path) -> None:
     run_and_check(tmp_path, [spec_of(zero(stage, cp=2, tp=2)) for stage in (0, 1, 3)])
+
+
+def _count_all(pieces: Mapping[torch.Tensor, Piece]) -> None:
+    for parameter in pieces:
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def _leave(*_: Any) -> None:
+    pass
+
+
+MUTATIONS = {
+    "partial gradients are left as they are": ("sum_partial_gradients", _leave),
+    "each copy of a norm counts in the gradient norm": ("mark_counted", _count_all),
+    "only tp rank 0 counts in the gradient norm": ("mark_counted", _leave),
+}
+
+
+def _train_mutants(groups: Groups, spec: JobSpec) -> list[dict[str, Any]]:
+    seen = []
+    for name, broken in MUTATIONS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(deepspeed_zero, name, broken)
+            seen.append(train(groups, spec, range(N_STEPS)))
+    return seen
+
+
+def test_what_is_checked_notices_a_missing_sum(tmp_path: Path) -> None:
+    spec = spec_of(zero(1, tp=2), n_kv_heads=1)
+    ranks = run_ranks(_train_mutants, spec.strategy.mesh, tmp_path, spec, kv_replicas=2)
+    expected = reference(spec)
+    for number, mutation in enumerate(MUTATIONS):
+        norms = [rank[number]["results"][0].grad_norm for rank in ranks]
+        with pytest.raises(AssertionError):
+            check([rank[number] for rank in ranks], spec, expected)
+        assert norms[0] != pytest.approx(expected["norms"][0], rel=1e-4), mutation
 
 
 @pytest.mark.parametrize("tied", [False, True])
