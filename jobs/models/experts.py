@@ -120,6 +120,26 @@ def weigh_and_collect(rows: torch.Tensor, weights: torch.Tensor, choices: Sorted
     return collect(rows * weight_of[:, None], choices.order)
 
 
+@torch.library.custom_op("jobs::grouped_products", mutates_args=())
+def grouped_products(rows: torch.Tensor, weights: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
+    """rows[span of e] @ weight_e^T into one result: no pieces are cut out or joined. Not differentiable.
+
+    An operator of its own, so that recomputation can keep its result as that of any other product.
+
+    Args:
+        rows: [N, in], sorted by expert.
+        weights: [out, in] each.
+        counts: rows of each.
+
+    Returns:
+        [N, out].
+    """
+    out = rows.new_empty(rows.shape[0], weights[0].shape[0])
+    for weight, span in zip(weights, _spans(counts), strict=True):
+        torch.mm(rows[span], weight.t(), out=out[span])
+    return out
+
+
 def _collect_plain(rows: torch.Tensor, order: RowOrder) -> torch.Tensor:
     if order.n_rows < order.place_of.numel():
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
@@ -158,15 +178,11 @@ class _Collect(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """rows[span of e] @ weight_e^T into one result: no pieces are cut out or joined."""
-
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, counts: list[int], *weights: torch.Tensor) -> torch.Tensor:
         ctx.counts = counts
         ctx.save_for_backward(rows, *weights)
-        out = rows.new_empty(rows.shape[0], weights[0].shape[0])
-        for weight, span in zip(weights, _spans(counts), strict=True):
-            torch.mm(rows[span], weight.t(), out=out[span])
+        out: torch.Tensor = grouped_products(rows, list(weights), counts)
         return out
 
     @staticmethod

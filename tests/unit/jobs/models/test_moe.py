@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import jobs.models.moe
@@ -13,6 +14,7 @@ from jobs.models.init import build_llama
 from jobs.models.moe import Moe, Router, within_capacity
 from jobs.models.operations import Operations
 from jobs.models.router_losses import RouterLossScale
+from jobs.parallel.recompute import recompute_operations
 from jobs.spec.model import MoeSpec
 from tests.support.tiny_runs import tiny_model
 
@@ -214,6 +216,27 @@ def test_counting_in_the_forward_pass_would_count_twice(monkeypatch):
     moe = layer(moe_spec(**VARIANTS["sigmoid losses"]))
     run_recomputed(moe, inputs().requires_grad_(), use_reentrant=True)
     assert moe.gate.load.sum() == 2 * B * S * K
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts the products of experts that are computed."""
+
+    n_calls = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.n_calls += operator is torch.ops.jobs.grouped_products.default
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "n_calls"), [("ops", 6), ("full", 12)])
+def test_recomputation_of_all_but_products_keeps_those_of_experts(mode, n_calls):
+    """gate, up and down of two layers."""
+    operations = recompute_operations(Operations(), mode)
+    model = build_llama(tiny_model(moe=moe_spec()), 0, CPU, operations=operations)
+    tokens = torch.arange(S)[None]
+    with ProductCounter() as counter:
+        model(tokens, tokens, None).sum().backward()
+    assert counter.n_calls == n_calls
 
 
 def test_evaluation_counts_nothing():
