@@ -27,6 +27,8 @@ LAYOUTS = {
         "train.micro_batch_size=16",
         "data.seq_len=256",
     ),
+    "native-tp2": ("strategy.tp=2",),
+    "native-pp2": ("strategy.pp=2",),
     "zero3-bf16": ("strategy={kind: deepspeed_zero, dp: 2, stage: 3}", "train.precision=bf16"),
 }
 SLOW_STEPS = 60
@@ -49,7 +51,7 @@ def kill(run: LiveRun, *marks: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("layout", ["native-fp32", "native-bf16", "zero3-bf16"])
+@pytest.mark.parametrize("layout", ["native-fp32", "native-bf16", "native-tp2", "native-pp2", "zero3-bf16"])
 def test_ranks_and_shells_killed_at_random_moments(
     layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
