@@ -9,7 +9,8 @@ they meet the same machine; ranks begin each step together. A figure is the medi
 
 Beside it stands what the schedule has where sending costs nothing: for 1F1B (p - 1) / (m + p - 1) of the span
 (arXiv 2104.04473, 2.2: (p - 1) / m of the busy time). Another program on either core makes one rank wait for
-the other, which shows as bubble: look at load_1min in the JSON line.
+the other, which shows as bubble: look at load_1min in the JSON line. --draw writes what the ranks did in each
+schedule's step of median bubble, to scale, with the larger number of micro-batches.
 Goal: 1F1B within 15 % of that, interleaved and zero-bubble below 1F1B with as many micro-batches.
 """
 
@@ -32,7 +33,7 @@ from jobs.mesh import Mesh
 from jobs.models.init import initial_value, take_parameters
 from jobs.models.llama import Llama
 from jobs.parallel.pipeline import Pipeline
-from jobs.planner.bubble import Trace, bubble_frac, ideal_bubble
+from jobs.planner.bubble import ActionKind, Trace, bubble_frac, ideal_bubble, span_s
 from jobs.planner.stages import plan_stages
 from jobs.spec.data import DataSpec
 from jobs.spec.job import JobSpec, RunSection, TrainSection
@@ -63,6 +64,13 @@ SCHEDULES: list[tuple[PipelineSchedule, int]] = [
     ("dualpipev", 2),
 ]
 MICRO_BATCHES = (4, 8)
+COLOURS: dict[ActionKind, str] = {
+    "forward": "#5b8def",
+    "loss": "#8a63d2",
+    "backward": "#4caf7a",
+    "backward_input": "#2f9e8f",
+    "backward_weight": "#e0a23b",
+}
 Key = tuple[PipelineSchedule, int, int]
 """Schedule, stages a rank, micro-batches."""
 
@@ -111,10 +119,47 @@ def measure(rank: int, store: str, rounds: int, replies: Any) -> None:
     destroy_groups(groups)
 
 
+def picture(steps: dict[str, list[Trace]]) -> str:
+    """An SVG: of each step one row a rank, time to the right, later stages darker; gaps are the bubble."""
+    width, height, left = 1000, 22, 10
+    lines, top = [], 0
+    for title, traces in steps.items():
+        scale = width / max(span_s(trace) for trace in traces)
+        lines.append(f'<text x="{left}" y="{top + 18}" font-size="13">{title}</text>')
+        top += 26
+        for trace in traces:
+            first = min(action.stage for action in trace)
+            for action in trace:
+                x, w = left + action.start_s * scale, (action.end_s - action.start_s) * scale
+                opacity = 0.55 if action.stage == first else 0.95
+                lines.append(
+                    f'<rect x="{x:.1f}" y="{top}" width="{w:.1f}" height="{height - 2}" stroke="white" '
+                    f'stroke-width="0.5" fill="{COLOURS[action.kind]}" fill-opacity="{opacity}"/>'
+                )
+                if w > 12:
+                    lines.append(
+                        f'<text x="{x + w / 2:.1f}" y="{top + 14}" font-size="10" text-anchor="middle">'
+                        f"{action.micro_batch}</text>"
+                    )
+            top += height
+        top += 8
+    top += 22
+    for number, (kind, colour) in enumerate(COLOURS.items()):
+        x = left + 150 * number
+        lines.append(f'<rect x="{x}" y="{top - 16}" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{x + 17}" y="{top - 6}" font-size="12">{kind.replace("_", " ")}</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + 2 * left} {top + 6}" '
+        'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
+    )
+    return "\n".join([head, *lines, "</svg>", ""])
+
+
 def main() -> None:
     """Measure, print the table and the JSON line, and fail where the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--draw", type=Path, help="write the steps of median bubble as SVG")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -138,6 +183,20 @@ def main() -> None:
         ideal = ideal_bubble(name, RANKS, m, each)
         rows.append([name, str(each), str(m), harness.spread(measured, digits=3), f"{ideal:.3f}"])
     harness.print_table(rows)
+    if arguments.draw:
+        most = max(MICRO_BATCHES)
+        at = {key: sorted(range(len(x)), key=x.__getitem__)[len(x) // 2] for key, x in bubbles.items()}
+        arguments.draw.write_text(
+            picture(
+                {
+                    f"{key[0]}, {key[1]} stages a rank: bubble {bubbles[key][at[key]]:.3f}": [
+                        traces[key][at[key]] for traces in per_rank
+                    ]
+                    for key in bubbles
+                    if key[2] == most
+                }
+            )
+        )
     missed = misses({key: harness.median(measured) for key, measured in bubbles.items()})
     figures = {f"{name} v{each} m{m}": harness.median(x) for (name, each, m), x in bubbles.items()}
     harness.print_json("pipeline_bubble", GOAL, {**figures, "ok": not missed})
