@@ -48,6 +48,8 @@ MOE = {"n_experts": 64, "top_k": 8, "d_ff": 1408, "n_shared_experts": 2, "n_dens
         ({"dp": 2, "tp": 4, "ep": 8}, {"moe": MOE}),
         ({"pp": 2, "dp": 2, "ep": 2, "zero_stage": 1, "recompute": ("none", "full")}, {"moe": MOE}),
         ({"kind": "deepspeed_zero", "stage": 3, "dp": 4}, {}),
+        ({"kind": "deepspeed_zero", "stage": 1, "dp": 2, "tp": 2, "cp": 2}, {}),
+        ({"kind": "deepspeed_pipeline", "stage": 1, "dp": 2, "pp": 4}, {"n_layers": 30}),
     ],
     ids=str,
 )
@@ -71,6 +73,8 @@ def test_what_the_layout_does_to_the_model_is_kept():
     split = tiny({"pp": 4, "pipeline": {"split": (7, 8, 9, 8)}})
     assert split.strategy.pipeline.split == (1, 2, 3, 2)
     assert split.model.n_layers == 8
+    deepspeed = tiny({"kind": "deepspeed_pipeline", "pp": 4, "split": (7, 8, 9, 8)})
+    assert deepspeed.strategy.split == (1, 2, 3, 2)
     experts = tiny({"dp": 8, "ep": 8}, {"moe": MOE}).model
     assert experts.moe is not None
     assert (experts.moe.n_experts, experts.moe.top_k, experts.moe.n_shared_experts) == (8, 2, 1)
