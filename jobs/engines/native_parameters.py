@@ -11,7 +11,7 @@ zero_stage 1 masters (and moments) cover this rank's span of each bucket only:
     weights             |<------------- all-gather ---------------->|   after the update
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -262,8 +262,3 @@ def _is_of_stage(name: str, stage: Stage, model: ModelSpec) -> bool:
 
 def _box(placement: Placement) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(placement.offsets, placement.shape, strict=True))
-
-
-def n_bytes_of(tensors: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
-    """Bytes of each kind of state."""
-    return {kind: sum(t.numel() * t.element_size() for t in flats) for kind, flats in tensors.items()}
