@@ -3,9 +3,10 @@
 A Chunk is a box of a global tensor; the checkpoint knows nothing else of layouts, so any layout can read any
 other's chunks. Does not read or write files.
 
-Logical names: `model/<parameter name>` (fp32: the master weight where there is one),
+Logical names: `model/<parameter name>` (the master weight where there is one),
 `optim/exp_avg/<parameter name>`, `optim/exp_avg_sq/<parameter name>`, and for SGD none of the latter; with
-bf16_kahan `optim/kahan/<parameter name>` (what rounding has lost so far). Adam's step counter is Progress.step minus skipped steps, saved as the tensor `optim/step` (int64, shape [1]).
+precision bf16_kahan `optim/kahan/<parameter name>`, what rounding has lost so far. Adam's step counter is
+Progress.step minus skipped steps, saved as the tensor `optim/step` (int64, shape [1]).
 """
 
 from dataclasses import dataclass
