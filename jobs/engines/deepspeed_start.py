@@ -24,6 +24,8 @@ deepspeed = import_deepspeed()
 
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default of reduce_bucket_size."""
+GROUP_MAKER = "new_group"
+"""What DeepSpeed makes process groups with, in deepspeed.comm."""
 
 
 class GroupBook:
@@ -39,8 +41,8 @@ class GroupBook:
         lines = (groups.world, groups.dp, groups.pp, groups.cp, groups.tp, *groups.sums.values())
         self._known = {line.ranks: line.group for line in lines if line.group is not None}
 
-    def new_group(self, ranks: Sequence[int]) -> Any:
-        """Stands in for deepspeed.comm.new_group. Collective over `ranks`; no wait for other ranks."""
+    def group_of(self, ranks: Sequence[int]) -> Any:
+        """What DeepSpeed gets where it asks for a new group. Collective over `ranks`; waits for no others."""
         line = tuple(ranks)
         if self._rank not in line:
             return dist.GroupMember.NON_GROUP_MEMBER
@@ -50,7 +52,7 @@ class GroupBook:
 
     def of(self, axis: Axis) -> dist.ProcessGroup:
         """The axis' group: a real one for one rank too, where DeepSpeed must not take the whole world."""
-        group = self.new_group(axis.ranks)
+        group = self.group_of(axis.ranks)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -71,9 +73,9 @@ def quiet_start(book: GroupBook, device: torch.device) -> Iterator[None]:
         deepspeed.get_accelerator().device_count = _one_device
     # An engine leaves its mesh behind in a global, which one without a mesh would take for its own.
     deepspeed.utils.groups.mpu = None
-    level, new_group = deepspeed.utils.logger.level, deepspeed.comm.new_group
+    level, its_own = deepspeed.utils.logger.level, getattr(deepspeed.comm, GROUP_MAKER)
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    deepspeed.comm.new_group = book.new_group
+    setattr(deepspeed.comm, GROUP_MAKER, book.group_of)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             # A PipelineModule asks for it before deepspeed.initialize attaches to the process group.
@@ -81,7 +83,7 @@ def quiet_start(book: GroupBook, device: torch.device) -> Iterator[None]:
             deepspeed.init_distributed(backend, auto_mpi_discovery=False)
             yield
     finally:
-        deepspeed.comm.new_group = new_group
+        setattr(deepspeed.comm, GROUP_MAKER, its_own)
         deepspeed.utils.logger.setLevel(level)
 
 
