@@ -115,7 +115,7 @@ class LocalRanks:
             told = "\n".join(
                 f"rank {rank} of {len(ranks)}: {text}" for rank, text in sorted(failures.items())
             )
-            raise PacktrainError(f"the layout does not run\n{told}")
+            raise PacktrainError(f"the ranks failed\n{told}")
         return [results[rank] for rank in range(len(ranks))]
 
     def _log_tail(self) -> str:
@@ -135,7 +135,7 @@ def check_memory(n_ranks: int, available_bytes: int) -> None:
         fit = available_bytes // RANK_BYTES
         raise SpecError(
             f"{n_ranks} ranks x {RANK_BYTES / 1024**2:.0f} MiB = {wanted / 1024**3:.1f} GiB wanted, but "
-            f"{available_bytes / 1024**3:.1f} GiB are free: room for {fit}; lower --max-ranks or the layout"
+            f"{available_bytes / 1024**3:.1f} GiB are free: room for {fit}; use fewer ranks"
         )
 
 
@@ -168,6 +168,7 @@ def _rank_main(rank: int, mesh: Mesh, kv_replicas: int, store: str, payload: byt
 
 def _run(rank: int, mesh: Mesh, kv_replicas: int, store: str, payload: bytes) -> Any:
     import torch
+    import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     from jobs.comm.groups import destroy_groups, init_groups
@@ -177,6 +178,7 @@ def _run(rank: int, mesh: Mesh, kv_replicas: int, store: str, payload: bytes) ->
     fn, args = pickle.loads(payload)
     meeting = FileStore(store, mesh.world_size)
     groups = init_groups(mesh, rank, meeting, "gloo", COLLECTIVE_LIMIT_S, kv_replicas)
+    dist.barrier(group=groups.control)  # no rank may leave while another still connects to it
     value = fn(groups, *args)
     destroy_groups(groups)
     return value

@@ -1,5 +1,6 @@
 """Tiny runs under any layout, small enough for eight ranks on two cores, and what starts their ranks."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,21 +56,20 @@ def layout_spec(
     kind = {"kind": "native"} | dict(strategy)
     dp = kind.get("dp", 1)
     whole = n_sequences or accum * dp
-    return JobSpec.model_validate(
-        {
-            "run": {"seed": 3},
-            "model": DENSE | {"max_seq_len": SEQ_LEN, "init_std": 0.1} | dict(model or {}),
-            "data": {"seq_len": SEQ_LEN, "mask_documents": True} | data,
-            "optim": {"lr": 1e-2},
-            "train": {
-                "steps": 10,
-                "global_batch_size": whole,
-                "micro_batch_size": whole // (accum * dp),
-                "precision": precision,
-            },
-            "strategy": kind,
-        }
-    )
+    values = {
+        "run": {"seed": 3},
+        "model": DENSE | {"max_seq_len": SEQ_LEN, "init_std": 0.1} | dict(model or {}),
+        "data": {"seq_len": SEQ_LEN, "mask_documents": True} | data,
+        "optim": {"lr": 1e-2},
+        "train": {
+            "steps": 10,
+            "global_batch_size": whole,
+            "micro_batch_size": whole // (accum * dp),
+            "precision": precision,
+        },
+        "strategy": kind,
+    }
+    return JobSpec.model_validate_json(json.dumps(values))
 
 
 def runner(tmp_path: Path, timeout_s: float = 100.0) -> Runner:
