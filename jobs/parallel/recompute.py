@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from jobs.models.attention import local_attention
 from jobs.models.operations import Operations
 from jobs.spec.strategy import Recompute
 
@@ -82,15 +83,22 @@ def _again(
 def _keep_products(base: Operations) -> Operations:
     choice = _Choice()
 
-    def row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        with choice.keep_nothing():
-            return base.row(x, weight)
+    def without(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def keeping_nothing(*arguments: Any) -> torch.Tensor:
+            with choice.keep_nothing():
+                return compute(*arguments)
+
+        return keeping_nothing
 
     contexts = partial(create_selective_checkpoint_contexts, choice)
-    layer = partial(_again, base.layer, contexts=contexts)
-    # A row product that ranks add up is not worth keeping: what backward wants is the sum, and that is made
-    # in the product's own memory.
-    return replace(base, layer=layer, row=base.row if base.row is F.linear else row)
+    # What ranks add up is not worth keeping: backward wants the sum, and that is made in the memory of the
+    # parts (row products over tp, blocks of attention over cp).
+    return replace(
+        base,
+        layer=partial(_again, base.layer, contexts=contexts),
+        row=base.row if base.row is F.linear else without(base.row),
+        attention=base.attention if base.attention is local_attention else without(base.attention),
+    )
 
 
 class _Choice:
