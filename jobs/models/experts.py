@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from jobs.models.split_backward import wanted_gradients
+
 ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """gate [F, D], up [F, D], down [D, F] of one expert."""
 ExpertsFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[ExpertWeights]], torch.Tensor]
@@ -188,13 +190,14 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
+        wants_rows, *wants = wanted_gradients(ctx)
         grad = grad.contiguous()
         grad_rows = None
-        if ctx.needs_input_grad[0]:
+        if wants_rows:
             grad_rows = torch.empty_like(rows)
             for weight, span in zip(weights, _spans(ctx.counts), strict=True):
                 torch.mm(grad[span], weight, out=grad_rows[span])
-        wanted = zip(ctx.needs_input_grad[2:], _spans(ctx.counts), strict=True)
+        wanted = zip(wants, _spans(ctx.counts), strict=True)
         grad_weights = [grad[span].t().mm(rows[span]) if is_wanted else None for is_wanted, span in wanted]
         return grad_rows, None, *grad_weights
 

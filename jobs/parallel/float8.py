@@ -22,12 +22,13 @@ import torch
 from jobs.comm.collectives import enter, gather, leave, scatter_sum
 from jobs.comm.groups import Axis
 from jobs.models.operations import Operations
+from jobs.models.split_backward import wanted_gradients
+from jobs.parallel.tensor import SEQUENCE
 
 MULTIPLE = 16
 """What the hardware wants all three sizes of a product to divide by."""
 SMALLEST_CAPABILITY = (8, 9)
 """Ada; Hopper is (9, 0)."""
-SEQUENCE = 1
 
 
 @dataclass(frozen=True)
@@ -149,16 +150,17 @@ class _Float8Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, scale, *saved = ctx.saved_tensors
+        wants_x, *wants = wanted_gradients(ctx)
         n_weights = len(saved) // 2
         x = Scaled(values, scale)
         weights = [Scaled(v, s) for v, s in zip(saved[:n_weights], saved[n_weights:], strict=True)]
         rounded = [quantise(grad.flatten(0, -2), torch.float8_e5m2) for grad in grads]  # [M, N_i]
         d_x: torch.Tensor | None = None
-        if ctx.needs_input_grad[1]:
+        if wants_x:
             parts = [ctx.product(g, w, ctx.dtype) for g, w in zip(rounded, weights, strict=True)]
             d_x = torch.stack(parts).sum(0).view(ctx.shape) if n_weights > 1 else parts[0].view(ctx.shape)
         d_weights = [
-            ctx.product(g.t(), x, ctx.dtype) if wanted else None
-            for g, wanted in zip(rounded, ctx.needs_input_grad[2:], strict=True)
+            ctx.product(g.t(), x, ctx.dtype) if is_wanted else None
+            for g, is_wanted in zip(rounded, wants, strict=True)
         ]
         return None, d_x, *d_weights

@@ -43,6 +43,7 @@ from jobs.comm.collectives import (
 from jobs.comm.groups import Axis
 from jobs.models.losses import IGNORED_LABEL
 from jobs.models.operations import Operations
+from jobs.models.split_backward import wanted_gradients
 
 SEQUENCE = 1
 """The dimension that sequence parallelism cuts."""
@@ -101,29 +102,6 @@ def sum_replicated_gradients(operations: Operations, tp: Axis) -> Operations:
         tp: this rank's tensor-parallel line.
     """
     return replace(operations, replicated=lambda weight: enter(operations.replicated(weight), tp))
-
-
-def wanted_gradients(ctx: Any) -> list[bool]:
-    """Which tensor arguments of an autograd function this backward pass wants a gradient of.
-
-    `ctx.needs_input_grad` says what forward knew. Zero-bubble schedules go through one graph twice, for the
-    gradients of inputs and then of weights, and would each time pay for both, communication included.
-
-    Args:
-        ctx: the context of a backward method that is running.
-
-    Returns:
-        One entry a tensor argument, in order.
-    """
-    return [node is not None and _is_executed(node) for node, _ in ctx.next_functions]
-
-
-def _is_executed(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # How autograd answers for a leaf that autograd.grad was asked for: its gradient is wanted.
-        return True
 
 
 class _Columns(torch.autograd.Function):

@@ -219,12 +219,15 @@ def test_counting_in_the_forward_pass_would_count_twice(monkeypatch):
 
 
 class ProductCounter(TorchDispatchMode):
-    """Counts the products of experts that are computed."""
+    """Counts the calls of some operators; at first, the products of experts in the forward pass."""
 
-    n_calls = 0
+    def __init__(self, *operators):
+        super().__init__()
+        self.operators = operators or (torch.ops.jobs.grouped_products.default,)
+        self.n_calls = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.n_calls += operator is torch.ops.jobs.grouped_products.default
+        self.n_calls += operator in self.operators
         return operator(*args, **(kwargs or {}))
 
 
@@ -290,6 +293,19 @@ def test_grouped_products_have_the_right_gradients():
         return grouped_swiglu(rows, [2, 0, 3], experts)
 
     torch.autograd.gradcheck(grouped, (rows, *matrices))
+
+
+@pytest.mark.parametrize(("wanted", "n_products"), [("all", 2 * 9), ("rows", 9), ("matrices", 9 + 3)])
+def test_a_backward_pass_taken_apart_computes_what_its_part_needs(wanted, n_products):
+    """Of three experts' gate, up and down: the matrices' gradients need the gradient of down's rows too."""
+    rows, *matrices = (
+        torch.randn(shape, requires_grad=True) for shape in ((5, 3), *((4, 3), (4, 3), (3, 4)) * 3)
+    )
+    out = grouped_swiglu(rows, [2, 0, 3], [tuple(matrices[i : i + 3]) for i in (0, 3, 6)])
+    parts = {"all": [rows, *matrices], "rows": [rows], "matrices": matrices}
+    with ProductCounter(torch.ops.aten.mm.default, torch.ops.aten.mm.out) as counter:
+        torch.autograd.grad(out.sum(), parts[wanted])
+    assert counter.n_calls == n_products
 
 
 def test_rows_are_sorted_by_expert_and_dropped_ones_are_none():
