@@ -26,9 +26,14 @@ class Transfer:
 def pass_on(tensor: torch.Tensor, ring: Axis) -> Transfer:
     """Start to send `tensor` to the next rank and to receive the previous rank's, of the same shape and type.
 
-    Collective over the ring, which has two ranks or more. Returns at once: neither the tensor nor the result
-    may be touched before `Transfer.wait`.
+    Collective over the ring. Returns at once: neither the tensor nor the result may be touched before
+    `Transfer.wait`.
+
+    Raises:
+        ValueError: the ring is one rank.
     """
+    if ring.group is None:
+        raise ValueError("a ring of one rank has nobody to pass a tensor to; use the tensor as it is")
     sent = tensor.contiguous()
     received = torch.empty_like(sent)
     pending = dist.batch_isend_irecv(

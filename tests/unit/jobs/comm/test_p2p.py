@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from jobs.comm.groups import Axis
 from jobs.comm.p2p import pass_on
 from jobs.mesh import Mesh
 from tests.support.ranks import run_ranks
@@ -18,3 +20,9 @@ def test_each_rank_gets_what_the_previous_one_sent(tmp_path):
         assert previous == rank ^ 1
         assert first == [[float(previous)] * 3] * 2
         assert second == (torch.arange(6).view(2, 3).t() + 100 * previous).tolist()
+
+
+def test_one_rank_passes_nothing_on():
+    """Without a group torch would send to the whole world."""
+    with pytest.raises(ValueError, match="a ring of one rank has nobody to pass"):
+        pass_on(torch.zeros(1), Axis((0,), 0, None))
