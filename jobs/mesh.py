@@ -16,6 +16,8 @@ AXES = ("dp", "pp", "cp", "tp")
 """Dense axes, outermost first: tp neighbours are adjacent ranks, dp crosses the farthest links."""
 EXPERT_AXES = ("edp", "ep", "etp")
 """Axes of the routed experts inside one pipeline stage, outermost first."""
+SIZES = (*AXES, "ep", "etp")
+"""The axes that a layout is given by; edp follows from them."""
 SUMS = ("data", "data_tp", "data_kv", "data_ends", "edp")
 """Lines over which gradients are summed:
 
@@ -51,7 +53,7 @@ class Mesh:
     @property
     def factors(self) -> str:
         """The axes longer than one, as a user writes them: "dp=2 x tp=4"; "dp=1" for one rank."""
-        sizes = {axis: getattr(self, axis) for axis in (*AXES, "ep", "etp")}
+        sizes = {axis: getattr(self, axis) for axis in SIZES}
         return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
 
     def coordinates(self, rank: int) -> dict[str, int]:

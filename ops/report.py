@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.mesh import AXES, Mesh
+from jobs.mesh import SIZES, Mesh
 from ops.checkpoint.layout import CHECKPOINTS_DIR, folder_name, newest_committed_step
 from ops.goodput import Goodput, account
 from ops.ledger import Event, number, plain_value, read_ledger, read_metrics
@@ -312,7 +312,7 @@ def _environment(folder: Path, events: Sequence[Event], spec: Mapping[str, Any])
     found = _read_json(folder / "environment.json")
     strategy = spec.get("strategy")
     if found and isinstance(strategy, dict):
-        sizes = {axis: strategy[axis] for axis in (*AXES, "ep", "etp") if isinstance(strategy.get(axis), int)}
+        sizes = {axis: strategy[axis] for axis in SIZES if isinstance(strategy.get(axis), int)}
         found["layout"] = f"{strategy.get('kind')} {Mesh(**sizes).factors}"
     worlds = [event.integer("world_size") for event in events if event.kind == "attempt_started"]
     return {**found, "world_size": worlds[-1]} if worlds else found
