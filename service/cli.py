@@ -228,8 +228,9 @@ def parity(
     set_: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps over which losses are compared.")] = 10,
     max_ranks: Annotated[
-        int, typer.Option(min=1, help="Lower dp until there are no more ranks than this.")
-    ] = 32,
+        int | None,
+        typer.Option(min=1, help="Lower dp until there are no more ranks; by default 4 a core, at least 8."),
+    ] = None,
     *,
     as_json: AsJson = False,
 ) -> None:

@@ -3,6 +3,7 @@
 No Ray and no run folder. What is compared and how is in jobs/parity.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from service.local_ranks import LocalRanks
 if TYPE_CHECKING:
     from jobs.parity.compare import Difference, ParityReport
 
+RANKS_PER_CORE = 4
+FEWEST_MAX_RANKS = 8
+"""Enough for dp=2 x pp=2 x tp=2 on any machine."""
 N_SHOWN = 8
 """Gradients in the table, the worst first; all of those that are out of tolerance are named below it."""
 
@@ -42,13 +46,20 @@ class ParityOutcome:
         }
 
 
-def run_parity(spec: JobSpec, n_steps: int, max_ranks: int, note: Callable[[str], None]) -> ParityOutcome:
+def default_max_ranks(n_cores: int) -> int:
+    """Ranks with a tiny model that a machine takes unasked: they wait more than they compute."""
+    return max(FEWEST_MAX_RANKS, RANKS_PER_CORE * n_cores)
+
+
+def run_parity(
+    spec: JobSpec, n_steps: int, max_ranks: int | None, note: Callable[[str], None]
+) -> ParityOutcome:
     """Compare the spec's layout with one process, in the foreground.
 
     Args:
         spec: the run; only its layout and the shape of its model matter.
         n_steps: steps over which losses are compared.
-        max_ranks: dp is lowered until there are no more ranks than this.
+        max_ranks: dp is lowered until there are no more ranks than this; None chooses by the machine's cores.
         note: says what could not be kept, while the ranks start.
 
     Raises:
@@ -56,7 +67,7 @@ def run_parity(spec: JobSpec, n_steps: int, max_ranks: int, note: Callable[[str]
         PacktrainError: the layout does not run; holds the ranks' tracebacks.
     """
     began_s = time.monotonic()
-    shrunk = shrink(spec, max_ranks)
+    shrunk = shrink(spec, max_ranks or default_max_ranks(os.cpu_count() or 1))
     for line in shrunk.notes:
         note(f"note: {line}")
     with tempfile.TemporaryDirectory(prefix="packtrain-parity-") as folder:

@@ -145,7 +145,7 @@ def compare(spec: JobSpec, ranks: list[RankNumbers], one: Numbers) -> ParityRepo
             if not difference.rel <= most
         ]
     return ParityReport(
-        layout_of(spec),
+        _layout(spec),
         precision,
         len(one.losses),
         limit,
@@ -161,7 +161,7 @@ def compare(spec: JobSpec, ranks: list[RankNumbers], one: Numbers) -> ParityRepo
     )
 
 
-def layout_of(spec: JobSpec) -> dict[str, int | str]:
+def _layout(spec: JobSpec) -> dict[str, int | str]:
     """Kind of engine and the axes' sizes."""
     mesh: Mesh = spec.strategy.mesh
     return {"kind": spec.strategy.kind, **vars(mesh)}
@@ -192,7 +192,7 @@ def _differences(ranks: list[list[Piece]], whole: dict[str, torch.Tensor]) -> tu
 
 
 def _not_tiled(ranks: list[RankNumbers], one: Numbers) -> list[str]:
-    """Parameters of which a piece is written by no rank or by several, or that nobody else knows."""
+    """Parameters of which an element is written by no rank, or by several."""
     n_writers = {
         name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in one.after_adamw.items()
     }

@@ -20,7 +20,6 @@ from jobs.spec.job import JobSpec, ResourcesSection
 from jobs.spec.model import ModelSpec, MoeSpec
 from jobs.spec.strategy import DeepspeedPipelineStrategy, DeepspeedZeroStrategy, NativeStrategy, Split
 
-MAX_RANKS = 32
 HEAD_DIM = 4
 D_MODEL = 16
 D_FF = 20
@@ -41,7 +40,7 @@ class Shrunk:
     notes: tuple[str, ...]
 
 
-def shrink(spec: JobSpec, max_ranks: int = MAX_RANKS) -> Shrunk:
+def shrink(spec: JobSpec, max_ranks: int) -> Shrunk:
     """The tiny run of this spec's layout.
 
     Args:

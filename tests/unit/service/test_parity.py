@@ -16,6 +16,7 @@ from jobs.errors import PacktrainError, SpecError
 from jobs.mesh import Mesh
 from jobs.parity.compare import Tolerances
 from service.local_ranks import LocalRanks, check_memory
+from service.parity import default_max_ranks
 from tests.support.commands import command
 from tests.support.live_runs import ROOT, command_environment, packtrain
 
@@ -54,6 +55,14 @@ def test_a_layout_of_too_many_ranks_is_refused_before_anything_starts() -> None:
     answer = command("parity", str(SPEC), "--set", "strategy.tp=4", "--max-ranks", "2")
     assert answer.code == 2
     assert "4 ranks are too many for this machine (at most 2)" in answer.err
+
+
+def test_the_machine_says_how_many_ranks_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [default_max_ranks(n_cores) for n_cores in (1, 2, 4, 64)] == [8, 8, 16, 256]
+    monkeypatch.setattr("service.parity.default_max_ranks", lambda n_cores: 1)
+    answer = command("parity", str(SPEC), "--set", "strategy.tp=2")
+    assert answer.code == 2
+    assert "2 ranks are too many for this machine (at most 1)" in answer.err
 
 
 def fail_on_rank_1(groups) -> int:
