@@ -1,6 +1,7 @@
 """The outcome of a diagnosis: class, role, culprit, suggested action, with the line that it rests on.
 
-Pure values; how a verdict is reached is in the other files of this room, what is done about it is the policy's.
+Pure values. How a verdict is reached is in the other files of this room; what is done about it is the
+policy's.
 """
 
 from dataclasses import dataclass
