@@ -50,10 +50,11 @@ fmt: $(STAMP)
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
 
 bench: $(STAMP)
-	@for name in step_time start_time restart checkpoint; do \
+	@for name in step_time start_time restart checkpoint parallel; do \
 	    echo "== $$name"; \
 	    $(BIN)/python benchmarks/$$name.py --quick $(ARGS) || exit 1; \
 	done
+	@echo '== pipeline_bubble'; $(BIN)/python benchmarks/pipeline_bubble.py
 
 clean:
 	rm -rf $(VENV) build packtrain.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -311,7 +311,9 @@ def measure(question: str, n_turns: int, is_cuda: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="packtrain-bench-") as folder:
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(target=rank_main, args=(question, rank, store, n_turns, is_cuda, sent))
+            context.Process(
+                target=rank_main, args=(question, rank, store, n_turns, is_cuda, sent), daemon=True
+            )
             for rank in range(RANKS)
         ]
         for process in ranks:
