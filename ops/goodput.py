@@ -1,7 +1,8 @@
 """Where the time of a run went: every microsecond between its creation and its end is in exactly one phase.
 
 Pure: events and metric lines in, segments and sums out; `now` is an argument. Does not read files (ledger.py)
-or judge steps and bill incidents (losses.py), and words nothing for the user (report.py).
+or judge steps and bill incidents (losses.py), looks at no sliding hour (ettr.py), and words nothing for the
+user (report.py).
 
 How the clock is cut:
 
@@ -14,11 +15,12 @@ How the clock is cut:
     incident.detected_at             restart      until the next ranks_started or attempt_started
     training_ended                   finish       until attempt_ended
     attempt_ended                    idle         until the next attempt
+    nodes_awaited                    idle         until the next attempt: too few nodes are alive
     run_ended, or the driver died    stopped      until the next attempt (a resume)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -47,6 +49,8 @@ _PAUSABLE = frozenset({Phase.STEP, Phase.LOST_WORK, Phase.FINISH})
 """Phases that an evaluation or a save stall is cut out of."""
 _UNATTENDED = frozenset({Phase.IDLE, Phase.STOPPED, Phase.SCHEDULING, Phase.DETECTION, Phase.RESTART})
 """Phases that a new attempt may follow while the driver lives; after any other the driver must have died."""
+_LATEST_S = 1e11
+"""Instants and lengths beyond plus and minus this (3,000 years) are a damaged line's: they are cut to it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,29 @@ class Goodput:
         """Share of the wall time spent on steps that counted; 0 for an empty run."""
         return self.phases_us[Phase.STEP] / self.wall_us if self.wall_us else 0.0
 
+    @property
+    def ettr_frac(self) -> float | None:
+        """Effective training time ratio: the share of steps that counted in the time that the run was driven.
+
+        Time in which nobody drove the run (stopped, until a resume) is no fault of the cluster and is left
+        out; waiting for nodes counts. None where the run was never driven.
+        """
+        phases = self.phases_us
+        driven_us = self.wall_us - phases[Phase.STOPPED]
+        return phases[Phase.STEP] / driven_us if driven_us else None
+
+    def between(self, start_us: int, end_us: int) -> "Goodput":
+        """The part of the run that lies between two moments (Unix microseconds); empty where none does."""
+        start, end = max(start_us, self.start_us), min(end_us, self.end_us)
+        if end <= start:
+            return Goodput((), start, start)
+        cut = [
+            replace(one, start_us=max(one.start_us, start), end_us=min(one.end_us, end))
+            for one in self.segments
+            if one.start_us < end and one.end_us > start
+        ]
+        return Goodput(tuple(cut), start, end)
+
 
 def account(events: Sequence[Event], metrics: Iterable[Mapping[str, Any]], now: float | None) -> Goodput:
     """Put every moment of a run into one phase.
@@ -112,7 +139,7 @@ def account(events: Sequence[Event], metrics: Iterable[Mapping[str, Any]], now: 
 
 
 def _us(seconds: float) -> int:
-    return round(seconds * 1e6)
+    return round(max(-_LATEST_S, min(seconds, _LATEST_S)) * 1e6)
 
 
 def _bounds(events: Sequence[Event], others: Sequence[float], now: float | None) -> tuple[int, int]:
@@ -216,6 +243,9 @@ class _Walk:
                 self._leave(at_us)
                 self.phase = Phase.SCHEDULING
                 self._who = (event.integer("attempt"), 0)
+            case "nodes_awaited" if self.phase in _UNATTENDED:
+                self._leave(at_us)
+                self.phase = Phase.IDLE
             case "ranks_started":
                 self._leave(at_us)
                 self.phase = Phase.INIT

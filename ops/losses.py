@@ -45,12 +45,26 @@ class IncidentBill:
     event: Event
     detect_s: float
     """Failure to notice."""
+    decide_s: float
+    """Part of restart_s: notice to decision."""
     restart_s: float
     """Notice to training again: processes, initialisation and load included; 0 when nothing came after."""
+    reload_s: float
+    """Part of restart_s: the checkpoint was read back."""
     lost_steps: int
     """Steps after the restored checkpoint that had been trained and counted for nothing."""
     redo_s: float
-    """Time that the lost steps had taken."""
+    """Time that the lost steps had taken: they are computed again."""
+
+    @property
+    def relaunch_s(self) -> float:
+        """Part of restart_s: decision to ranks that are ready to read the checkpoint."""
+        return max(0.0, self.restart_s - self.decide_s - self.reload_s)
+
+    @property
+    def total_s(self) -> float:
+        """What it cost: to notice, to train again, and to be where it was."""
+        return self.detect_s + self.restart_s + self.redo_s
 
 
 def who(event: Event, default: Who = (0, 0)) -> Who:
@@ -110,12 +124,19 @@ def bill_incidents(events: Sequence[Event], steps: Sequence[StepLine]) -> list[I
                 redo_s[index] += step.step_time_s
                 break
     again = _returns(events, steps)
+    loads_s = {who(e): max(0.0, e.seconds("load_s")) for e in events if e.kind == "restored"}
     bills = []
     for index, event in enumerate(incidents):
         failed, detected = failed_and_detected(event)
-        back = min((at for other, at in again if other > ranks[index] and at >= detected), default=detected)
+        back, came = min(
+            ((at, other) for other, at in again if other > ranks[index] and at >= detected),
+            default=(detected, None),
+        )
         restart_s = back - detected if index in costly else 0.0
-        bills.append(IncidentBill(event, detected - failed, restart_s, n_lost[index], redo_s[index]))
+        decide_s = min(max(0.0, event.seconds("decided_at", event.at) - detected), restart_s)
+        reload_s = min(loads_s.get(came, 0.0) if came else 0.0, restart_s - decide_s)
+        lost = (n_lost[index], redo_s[index])
+        bills.append(IncidentBill(event, detected - failed, decide_s, restart_s, reload_s, *lost))
     return bills
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jobs.mesh import SIZES, Mesh
 from ops.checkpoint.layout import CHECKPOINTS_DIR, folder_name, newest_committed_step
+from ops.ettr import EttrPoint, sliding_ettr
 from ops.goodput import Goodput, account
 from ops.ledger import Event, number, plain_value, read_ledger, read_metrics
 from ops.losses import IncidentBill, StepLine, bill_incidents, judge_steps
@@ -85,6 +86,8 @@ class Report:
     checkpoint_dir: str | None
     """The newest committed checkpoint; None before the first."""
     goodput: Goodput
+    ettr_hours: tuple[EttrPoint, ...]
+    """ETTR over the hour before each of up to 240 moments, the last one the end."""
     bills: tuple[IncidentBill, ...]
     losses: tuple[CurvePoint, ...]
     """Kept training loss of each step, in order."""
@@ -94,6 +97,12 @@ class Report:
     events: tuple[Event, ...]
     spec: Mapping[str, Any]
     environment: Mapping[str, Any]
+
+    @property
+    def ettr_worst_hour_frac(self) -> float | None:
+        """The lowest of the full hours' ETTR; None where no hour is full."""
+        full = [point.frac for point in self.ettr_hours if point.is_full and point.frac is not None]
+        return min(full, default=None)
 
     def to_json(self) -> dict[str, Any]:
         """The --json contract: plain values, non-finite figures as "nan", "inf", "-inf"; curves left out."""
@@ -114,6 +123,9 @@ class Report:
             "tokens_per_s": self.tokens_per_s,
             "mfu_frac": self.mfu_frac,
             "goodput_frac": goodput.goodput_frac,
+            "ettr_frac": goodput.ettr_frac,
+            "ettr_last_hour_frac": self.ettr_hours[-1].frac if self.ettr_hours else None,
+            "ettr_worst_hour_frac": self.ettr_worst_hour_frac,
             "wall_s": goodput.wall_us / 1e6,
             "started_at": goodput.start_us / 1e6,
             "ended_at": goodput.end_us / 1e6,
@@ -148,9 +160,13 @@ def incident_json(bill: IncidentBill) -> dict[str, Any]:
         "generation": event.integer("generation"),
         "detected_at": event.seconds("detected_at", event.at),
         "detect_s": round(bill.detect_s, 6),
+        "decide_s": round(bill.decide_s, 6),
         "restart_s": round(bill.restart_s, 6),
+        "relaunch_s": round(bill.relaunch_s, 6),
+        "reload_s": round(bill.reload_s, 6),
         "lost_steps": bill.lost_steps,
         "redo_s": round(bill.redo_s, 6),
+        "total_s": round(bill.total_s, 6),
         "evidence": event.text("evidence"),
     }
 
@@ -200,6 +216,7 @@ def build_report(
         run_dir=str(folder),
         checkpoint_dir=_newest_checkpoint(folder, checkpoints),
         goodput=goodput,
+        ettr_hours=tuple(sliding_ettr(goodput)),
         bills=tuple(bill_incidents(events, steps)),
         losses=tuple(losses),
         eval_losses=tuple(evals),

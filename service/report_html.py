@@ -66,6 +66,18 @@ def loss_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
+def ettr_words(report: Report) -> str:
+    """The effective training time ratio of the run, its last hour and its worst full hour, for people."""
+
+    def percent(frac: float | None) -> str:
+        return "-" if frac is None else f"{frac:.1%}"
+
+    last = report.ettr_hours[-1].frac if report.ettr_hours else None
+    words = f"ETTR {percent(report.goodput.ettr_frac)}, last hour {percent(last)}"
+    worst = report.ettr_worst_hour_frac
+    return words if worst is None else f"{words}, worst {percent(worst)}"
+
+
 def _span_words(report: Report) -> str:
     goodput = report.goodput
     if not goodput.wall_us:
@@ -88,7 +100,7 @@ def _tiles(report: Report) -> str:
             "training loss, first to last",
         ),
         (loss_text(report.final_eval_loss), "last evaluation loss"),
-        (f"{report.goodput.goodput_frac:.1%}", "goodput: time in steps that counted"),
+        (f"{report.goodput.goodput_frac:.1%}", f"goodput: time in steps that counted; {ettr_words(report)}"),
         (rate, f"tokens/s, {mfu}"),
         (f"{report.tokens_seen:,}", "tokens trained"),
         (f"{report.attempts} / {report.restarts}", "attempts / restarts in place"),
@@ -143,9 +155,10 @@ def _incidents(bills: Iterable[IncidentBill]) -> str:
             f"<td>{escape(event.text('culprit'))}</td>"
             f'<td class="n">{event.integer("step"):,}</td><td>{escape(event.text("action"))}'
             f'<div class="quiet">{escape(reason)}</div></td><td class="n">{bill.detect_s:.2f} s</td>'
-            f'<td class="n">{bill.restart_s:.2f} s</td><td class="n">{bill.lost_steps:,}</td>'
-            f'<td class="n">{bill.redo_s:.2f} s</td></tr>'
-            f'<tr><td></td><td colspan="8"><details><summary>evidence</summary>'
+            f'<td class="n">{bill.decide_s:.2f} s</td><td class="n">{bill.relaunch_s:.2f} s</td>'
+            f'<td class="n">{bill.reload_s:.2f} s</td><td class="n">{bill.redo_s:.2f} s</td>'
+            f'<td class="n">{bill.lost_steps:,}</td><td class="n">{bill.total_s:.2f} s</td></tr>'
+            f'<tr><td></td><td colspan="10"><details><summary>evidence</summary>'
             f'<pre class="evidence">{escape(event.text("evidence"))}</pre></details></td></tr>'
         )
     if not rows:
@@ -156,10 +169,13 @@ def _incidents(bills: Iterable[IncidentBill]) -> str:
         "culprit",
         "n step",
         "action",
-        "n to notice",
-        "n to train again",
+        "n detect",
+        "n decide",
+        "n restart",
+        "n reload",
+        "n recompute",
         "n lost steps",
-        "n their time",
+        "n in all",
     )
     return f"<table>{_head(heads)}{''.join(rows)}</table>"
 

@@ -27,7 +27,7 @@ PHASE_WORDS = {
     Phase.INIT: "ranks start up",
     Phase.LOAD: "checkpoint is read",
     Phase.FINISH: "after the last step",
-    Phase.IDLE: "between attempts",
+    Phase.IDLE: "between attempts, or too few nodes alive",
     Phase.STOPPED: "nobody drove the run",
 }
 STYLE = """

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ops.report import Report
 from service.progress import duration_text
-from service.report_html import loss_text
+from service.report_html import ettr_words, loss_text
 from service.report_style import PHASE_WORDS
 
 COLOURS = {"FINISHED": "green", "FAILED": "red", "RUNNING": "blue"}
@@ -33,6 +33,7 @@ def print_report(report: Report, console: Console, open_mlflow: str = "") -> Non
     console.print(_phases(report))
     if report.bills:
         console.print(_incidents(report))
+        console.print(_bills(report))
     for name, place in _places(report, open_mlflow).items():
         console.print(f"{name:<12}{place}", markup=False, highlight=False, soft_wrap=True)
 
@@ -50,7 +51,7 @@ def _figures(report: Report) -> Table:
         "attempts": f"{report.attempts}, {report.restarts} restarts in place, {len(report.bills)} incidents",
         "lost": f"{report.lost_steps:,} steps trained for nothing",
         "wall time": duration_text(report.goodput.wall_us / 1e6),
-        "goodput": f"{report.goodput.goodput_frac:.1%}",
+        "goodput": f"{report.goodput.goodput_frac:.1%} of the wall time; {ettr_words(report)}",
     }
     if "layout" in report.environment:
         rows["layout"] = f"{report.environment['layout']}, {report.environment.get('world_size', '-')} ranks"
@@ -88,8 +89,19 @@ def _incidents(report: Report) -> Table:
             Text(event.text("action")),
             f"{bill.detect_s:.2f} s",
             f"{bill.restart_s:.2f} s",
-            f"{bill.lost_steps} ({bill.redo_s:.2f} s)",
+            str(bill.lost_steps),
         )
+    return table
+
+
+def _bills(report: Report) -> Table:
+    heads = ("#", "detect", "decide", "restart", "reload", "recompute", "in all")
+    table = Table(*heads, title="what they cost, in seconds", title_justify="left", box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for number, bill in enumerate(report.bills, start=1):
+        parts = (bill.detect_s, bill.decide_s, bill.relaunch_s, bill.reload_s, bill.redo_s, bill.total_s)
+        table.add_row(str(number), *(f"{part_s:,.2f}" for part_s in parts))
     return table
 
 

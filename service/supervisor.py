@@ -91,6 +91,7 @@ class Supervisor:
         self._stop_asked_at: float | None = None
         self._is_abandoned = False
         self._is_watch_broken = False
+        self._is_awaiting_nodes = False
         self._fit: threading.Thread | None = None
         self._coordinator: Any = None
 
@@ -186,6 +187,7 @@ class Supervisor:
             limit_s = self._spec.resilience.wait_for_nodes_s
             if not wait_until_fits(self._spec, limit_s, self._gives_up_waiting):
                 return self._end_without_nodes()
+            self._is_awaiting_nodes = False
             attempt = self._state.attempts
             self._keep(replace(self._state, attempts=attempt + 1))
             self._ledger.write("attempt_started", attempt=attempt, world_size=self._spec.world_size)
@@ -322,6 +324,9 @@ class Supervisor:
     def _gives_up_waiting(self) -> bool:
         """Keep the lease while no attempt runs; whether to wait no longer."""
         touch_lease(self.run_dir)
+        if not self._is_awaiting_nodes:
+            self._is_awaiting_nodes = True
+            self._ledger.write("nodes_awaited", world_size=self._spec.world_size)
         return self._is_stop_asked()
 
     def _is_stop_asked(self) -> bool:

@@ -197,6 +197,46 @@ def test_a_late_word_of_the_last_generation_does_not_stop_the_clock_of_the_next(
     assert account(events, CRASH_METRICS, None).phases_us[Phase.STEP] == 5_000_000
 
 
+def test_waiting_for_nodes_after_a_loss_is_idle_not_restart():
+    events = [
+        event(0.0, "nodes_awaited", world_size=2),
+        event(2.0, "run_created"),
+        event(2.0, "nodes_awaited", world_size=2),
+        event(5.0, "attempt_started", attempt=0),
+        event(6.0, "ranks_started", attempt=0, generation=0),
+        event(7.0, "restored", attempt=0, generation=0, step=0),
+        event(9.0, "attempt_ended", attempt=0),
+        incident(8.0, 9.5, action="RESTART", attempt=0, generation=0),
+        event(10.0, "nodes_awaited", world_size=2),
+        event(70.0, "attempt_started", attempt=1),
+        event(71.0, "ranks_started", attempt=1, generation=0),
+        event(72.0, "nodes_awaited", world_size=2),  # out of place: ranks are up
+        event(73.0, "restored", attempt=1, generation=0, step=0, load_s=1.0),
+    ]
+    goodput = account(events, [step(74.0, 1, attempt=1)], now=None)
+    assert seconds(goodput) == {
+        Phase.SCHEDULING: 1.0 + 1.0,
+        Phase.INIT: 1.0 + 1.0,
+        Phase.LOAD: 1.0,
+        Phase.STEP: 1.0,
+        Phase.LOST_WORK: 1.0,
+        Phase.DETECTION: 1.5,
+        Phase.RESTART: 0.5,
+        Phase.IDLE: 3.0 + 60.0,
+    }
+    (bill,) = bill_incidents(events, judge_steps(events, []))
+    assert (bill.detect_s, bill.restart_s, bill.reload_s) == (1.5, 63.5, 1.0)
+
+
+def test_the_parts_of_a_bill_add_up():
+    events = [*CRASH_EVENTS]
+    events[6] = incident(112.75, 113.0, attempt=0, generation=0, step=4, decided_at=113.125)
+    (bill,) = bill_incidents(events, judge_steps(events, CRASH_METRICS))
+    assert (bill.decide_s, bill.relaunch_s, bill.reload_s) == (0.125, 1.875, 0.5)
+    assert bill.decide_s + bill.relaunch_s + bill.reload_s == bill.restart_s == 2.5
+    assert bill.total_s == 0.25 + 2.5 + 2.0
+
+
 def test_nothing_at_all():
     goodput = account([], [], now=None)
     assert (goodput.wall_us, goodput.goodput_frac, goodput.segments) == (0, 0.0, ())
@@ -216,6 +256,7 @@ KINDS = st.sampled_from(
         "training_ended",
         "attempt_ended",
         "run_ended",
+        "nodes_awaited",
     ]
 )
 EVENTS = st.one_of(
@@ -265,5 +306,7 @@ def test_every_microsecond_is_in_exactly_one_phase(events, metrics, now):
     assert len(bills) == sum(e.kind == "incident" for e in events)
     assert sum(bill.lost_steps for bill in bills) <= sum(not s.is_kept for s in steps)
     assert all(bill.detect_s >= 0 and bill.restart_s >= 0 for bill in bills)
+    parts = [bill.decide_s + bill.relaunch_s + bill.reload_s for bill in bills]
+    assert parts == pytest.approx([bill.restart_s for bill in bills])
     kept = [s.step for s in steps if s.is_kept]
     assert len(kept) == len(set(kept))
