@@ -56,7 +56,7 @@ class InfinibandMonitor:
         return bool(self._ports())
 
     def check(self, now: float) -> list[Signal]:
-        """New ib_port_down, ib_port_missing, ib_rate_low (_cleared); ib_link_downed, ib_flapping, ib_errors."""
+        """New ib_port_down, ib_port_missing, ib_rate_low, ib_link_downed, ib_flapping, ib_errors."""
         self._watched |= self._ports()
         return [signal for port in sorted(self._watched) for signal in self._check_port(port, now)]
 
