@@ -2,8 +2,8 @@
 
     one device -> tensor -> fp8 products -> context -> experts -> recomputation
 
-Each of them replaces some of the functions in Operations and calls those below for the rest. Shared by all
-engines; holds no state of any.
+Each of them replaces some of the functions in Operations and calls those below for the rest; over one rank it
+replaces none. Shared by all engines; holds no state of any.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,11 @@ import torch
 
 from jobs.comm.groups import Groups
 from jobs.models.operations import Operations
+from jobs.parallel.context import context_operations
+from jobs.parallel.expert import expert_operations
+from jobs.parallel.float8 import float8_operations, fp8_refusal
+from jobs.parallel.recompute import recompute_operations
+from jobs.parallel.tensor import tensor_operations
 from jobs.spec.job import JobSpec
 from jobs.spec.strategy import DeepspeedPipelineStrategy, Recompute
 
@@ -31,31 +36,15 @@ def operations_for(spec: JobSpec, groups: Groups, device: torch.device, stage: i
     operations = Operations()
     strategy = spec.strategy
     if not isinstance(strategy, DeepspeedPipelineStrategy):
-        if groups.tp.size > 1:
-            from jobs.parallel.tensor import tensor_operations
-
-            operations = tensor_operations(operations, groups.tp, strategy.sequence_parallel)
+        operations = tensor_operations(operations, groups.tp, strategy.sequence_parallel)
         if spec.train.precision == "fp8":
-            from jobs.parallel.float8 import float8_operations, fp8_refusal
-
             refusal = fp8_refusal(device)
             if refusal is not None:
                 raise ValueError(refusal)
             operations = float8_operations(operations, groups.tp, strategy.sequence_parallel)
-        if groups.cp.size > 1:
-            from jobs.parallel.context import context_operations
-
-            operations = context_operations(operations, strategy.context_method, groups.cp, spec.data.seq_len)
-        if spec.model.moe is not None:
-            from jobs.parallel.expert import expert_operations
-
-            operations = expert_operations(operations, spec, groups)
-    mode = _of_stage(strategy.recompute, stage)
-    if mode != "none":
-        from jobs.parallel.recompute import recompute_operations
-
-        operations = recompute_operations(operations, mode)
-    return operations
+        operations = context_operations(operations, strategy.context_method, groups.cp, spec.data.seq_len)
+        operations = expert_operations(operations, spec, groups)
+    return recompute_operations(operations, _of_stage(strategy.recompute, stage))
 
 
 def _of_stage(recompute: Recompute | Sequence[Recompute], stage: int) -> Recompute:

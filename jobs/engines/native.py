@@ -23,6 +23,7 @@ from jobs.engines.native_optimizer import FlatOptimizer
 from jobs.engines.native_parameters import NativeParameters
 from jobs.models.losses import IGNORED_LABEL
 from jobs.optim.grad_norm import clip_factor, squared_norm
+from jobs.parallel.context import split_batch
 from jobs.parallel.expert import update_router_biases
 from jobs.planner.bubble import bubble_of
 from jobs.spec.job import JobSpec
@@ -159,10 +160,7 @@ class NativeEngine:
 
     def _own_part(self, batch: MicroBatch) -> MicroBatch:
         """On the device, and of each sequence what this rank holds."""
-        if self._groups.cp.size > 1:
-            from jobs.parallel.context import split_batch
-
-            batch = split_batch(batch, self._groups.cp)
+        batch = split_batch(batch, self._groups.cp)
         ids = batch.document_ids
         return MicroBatch(
             batch.tokens.to(self._device, non_blocking=True),
