@@ -10,6 +10,7 @@ It is taken by a hook on the gradient, before autograd stores it, so that ZeRO o
 Takes no step.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +21,7 @@ from jobs.comm.groups import Axis, Groups
 from jobs.engines.deepspeed_start import GroupBook
 from jobs.engines.deepspeed_state import Piece
 from jobs.models.init import initial_value
-from jobs.optim.grad_norm import squared_norm
+from jobs.optim.grad_norm import clip_factor, squared_norm
 from jobs.parallel.placement import Placement
 from jobs.spec.model import ModelSpec
 
@@ -63,12 +64,10 @@ class ModelParallelUnit:
 
 def start_pieces(spec: ModelSpec, placements: Mapping[str, Placement], seed: int) -> dict[str, torch.Tensor]:
     """Start values of this rank's pieces by logical name, fp32 on the host. Local."""
-    pieces = {}
-    for name, at in placements.items():
-        whole = initial_value(name, at.global_shape, spec, seed)
-        box = tuple(slice(start, start + size) for start, size in zip(at.offsets, at.shape, strict=True))
-        pieces[name] = whole[box].clone()
-    return pieces
+    return {
+        name: initial_value(name, at.global_shape, spec, seed)[at.box].clone()
+        for name, at in placements.items()
+    }
 
 
 def own_pieces(
@@ -99,18 +98,32 @@ def sum_partial_gradients(pieces: Mapping[torch.Tensor, Piece], groups: Groups) 
             parameter.register_hook(_Sum(line))  # type: ignore[no-untyped-call]
 
 
-def squares_of_owned(
-    gradients: Mapping[torch.Tensor, torch.Tensor], pieces: Mapping[torch.Tensor, Piece], device: torch.device
-) -> torch.Tensor:
-    """Sum of squares of those gradients that this rank counts; the global norm's square once summed. Local.
+def clip_whole_gradients(
+    pieces: Mapping[torch.Tensor, Piece], line: Axis, max_norm: float | None, device: torch.device
+) -> float:
+    """Scale this rank's gradients to the norm of all of them: stage 0, where DeepSpeed would tell none.
+
+    Collective over `line`, on which every rank sees the same sums, so all decide alike. Gradients that are
+    not finite are left as they are.
+
+    Args:
+        pieces: what each parameter holds; the gradients are theirs, summed over dp x cp already.
+        line: ranks that hold the other parts of the model.
+        max_norm: None scales nothing.
+        device: of this rank.
 
     Returns:
-        Scalar fp64.
+        The norm before.
     """
+    gradients = {parameter: parameter.grad for parameter in pieces if parameter.grad is not None}
     squares = [squared_norm(g.view(-1)) for parameter, g in gradients.items() if pieces[parameter].is_owned]
-    if not squares:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(squares).sum()
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    squared = torch.stack(squares).sum() if squares else nothing
+    grad_norm = math.sqrt(sum_in_place(squared, line).item())
+    factor = clip_factor(grad_norm, max_norm) if math.isfinite(grad_norm) else 1.0
+    if factor < 1.0:
+        torch._foreach_mul_(list(gradients.values()), factor)
+    return grad_norm
 
 
 class _Sum:

@@ -24,7 +24,7 @@ from torch import nn
 from jobs.comm.collectives import sum_in_place
 from jobs.comm.groups import Groups
 from jobs.engines.base import MicroBatch, StepResult
-from jobs.engines.deepspeed_mesh import own_pieces, squares_of_owned, start_pieces
+from jobs.engines.deepspeed_mesh import clip_whole_gradients, own_pieces, start_pieces
 from jobs.engines.deepspeed_start import (
     GroupBook,
     build_optimizer,
@@ -48,7 +48,6 @@ from jobs.engines.layout import operations_for
 from jobs.models.init import take_parameters
 from jobs.models.llama import Llama
 from jobs.models.losses import IGNORED_LABEL
-from jobs.optim.grad_norm import clip_factor
 from jobs.parallel.placement import place_parameters
 from jobs.planner.stages import Stage, plan_stages
 from jobs.spec.job import JobSpec
@@ -211,14 +210,9 @@ class DeepspeedPipelineEngine:
 
     def _update_plain(self, engine: Any, **_: Any) -> None:
         """Stage 0, in the place of DeepSpeed's optimizer step: it would clip by the first stage's norm."""
-        gradients = {p: p.grad for p in self._pieces if p.grad is not None}
-        squares = squares_of_owned(gradients, self._pieces, self._device)
-        grad_norm = math.sqrt(sum_in_place(squares, self._groups.pp).item())
+        grad_norm = clip_whole_gradients(self._pieces, self._groups.pp, self._clip_norm, self._device)
         self._plain_figures = (grad_norm, not math.isfinite(grad_norm))
         if not math.isfinite(grad_norm):
             engine.zero_grad()
             return
-        factor = clip_factor(grad_norm, self._clip_norm)
-        if factor < 1.0:
-            torch._foreach_mul_(list(gradients.values()), factor)
         engine._exec_optimizer_step()

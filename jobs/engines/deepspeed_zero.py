@@ -21,9 +21,9 @@ from jobs.comm.groups import Groups
 from jobs.engines.base import MicroBatch, StepResult
 from jobs.engines.deepspeed_mesh import (
     ModelParallelUnit,
+    clip_whole_gradients,
     mark_counted,
     own_pieces,
-    squares_of_owned,
     start_pieces,
     sum_partial_gradients,
 )
@@ -49,7 +49,6 @@ from jobs.engines.layout import operations_for
 from jobs.models.init import take_parameters
 from jobs.models.llama import Llama
 from jobs.models.losses import IGNORED_LABEL
-from jobs.optim.grad_norm import clip_factor
 from jobs.parallel.context import split_batch
 from jobs.parallel.placement import place_parameters
 from jobs.planner.stages import plan_stages
@@ -175,16 +174,11 @@ class DeepspeedZeroEngine:
         return float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow)
 
     def _update_plain(self) -> tuple[float, bool]:
-        """Stage 0: DeepSpeed only reduced. Every rank sees the same sums, so all decide alike."""
-        gradients = {p: p.grad for p in self._pieces if p.grad is not None}
-        squares = squares_of_owned(gradients, self._pieces, self._device)
-        grad_norm = math.sqrt(sum_in_place(squares, self._groups.tp).item())
+        """Stage 0: DeepSpeed only reduced."""
+        grad_norm = clip_whole_gradients(self._pieces, self._groups.tp, self._clip_norm, self._device)
         if not math.isfinite(grad_norm):
             self._engine.zero_grad()
             return grad_norm, True
-        factor = clip_factor(grad_norm, self._clip_norm)
-        if factor < 1.0:
-            torch._foreach_mul_(list(gradients.values()), factor)
         self._engine.step()
         return grad_norm, False
 
