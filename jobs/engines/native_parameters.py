@@ -23,7 +23,7 @@ from jobs.comm.groups import Axis, Groups
 from jobs.engines.layout import operations_for
 from jobs.models.init import initial_value, take_parameters
 from jobs.models.llama import Llama
-from jobs.parallel.placement import Placement, chunk, place_parameters
+from jobs.parallel.placement import chunk, place_parameters
 from jobs.planner.stages import Stage, plan_stages
 from jobs.spec.job import JobSpec
 from jobs.spec.model import ModelSpec
@@ -209,7 +209,7 @@ class NativeParameters:
             for slot in bucket.plan.slots:
                 placement = self.placements[slot.name]
                 whole = initial_value(slot.name, placement.global_shape, self._spec.model, seed)
-                piece = whole[_box(placement)].to(self._device)
+                piece = whole[placement.box].to(self._device)
                 bucket.weights[slot.start : slot.stop].view(slot.shape).copy_(piece)
                 if precision.masters != precision.weights:
                     start, stop = max(slot.start, bucket.span.start), min(slot.stop, bucket.span.stop)
@@ -229,7 +229,7 @@ class NativeParameters:
                 is_first=stage.is_first,
                 is_last=stage.is_last,
             )
-        names = [name for name in self.placements if _is_of_stage(name, stage, model)]
+        names = [name for name in self.placements if stage.holds(name, model)]
         for path, parameter in module.named_parameters():
             name = module.logical_name(path)
             placement = self.placements.get(name)
@@ -249,16 +249,3 @@ def _own_experts(model: ModelSpec, groups: Groups) -> range | None:
         return None
     start, length = chunk(model.moe.n_experts, groups.mesh.ep, groups.ep.rank)
     return range(start, start + length)
-
-
-def _is_of_stage(name: str, stage: Stage, model: ModelSpec) -> bool:
-    part = name.split(".")
-    if part[0] == "layers":
-        return int(part[1]) in stage.layers
-    if part[0] == "embed_tokens":
-        return stage.is_first or (stage.is_last and model.tie_embeddings)
-    return stage.is_last
-
-
-def _box(placement: Placement) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(placement.offsets, placement.shape, strict=True))

@@ -41,6 +41,11 @@ class Placement:
     n_replicas: int
     """Ranks of the whole world that hold this very box."""
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The box as an index into the whole parameter."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.shape, strict=True))
+
 
 def kv_replicas(model: ModelSpec, mesh: Mesh) -> int:
     """Neighbouring tp ranks that hold the same kv head: above one where there are fewer heads than ranks."""
@@ -68,18 +73,11 @@ def place_parameters(
     """
     pp_rank = mesh.coordinates(rank)["pp"]
     own = [stage for stage in stages if stage.pp_rank == pp_rank]
-    held = {str(layer) for stage in own for layer in stage.layers}
-    is_first, is_last = any(s.is_first for s in own), any(s.is_last for s in own)
     ends_apart = stages[0].pp_rank != stages[-1].pp_rank
     found: dict[str, Placement] = {}
     for name, shape in parameter_shapes(model).items():
         part = name.split(".")
-        if part[0] == "layers":
-            is_here = part[1] in held
-        elif part[0] == "embed_tokens":
-            is_here = is_first or (is_last and model.tie_embeddings)
-        else:
-            is_here = is_last
+        is_here = any(stage.holds(name, model) for stage in own)
         if not is_here or not _is_own_expert(part, model, mesh, rank):
             continue
         box = _box(part, shape, model, mesh, rank)

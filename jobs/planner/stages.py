@@ -31,6 +31,15 @@ class Stage:
     is_last: bool
     """Applies the final norm and the head, and takes the loss."""
 
+    def holds(self, name: str, model: ModelSpec) -> bool:
+        """Whether it computes with a parameter, by logical name; tied embeddings are on both ends."""
+        part = name.split(".")
+        if part[0] == "layers":
+            return int(part[1]) in self.layers
+        if part[0] == "embed_tokens":
+            return self.is_first or (self.is_last and model.tie_embeddings)
+        return self.is_last
+
 
 ONE_STAGE_SCHEDULE: PipelineSchedule = "1f1b"
 
