@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.errors import PacktrainError
-from service import cli_checkpoint, cli_data
+from service import cli_checkpoint, cli_data, cli_nodes
 
 if TYPE_CHECKING:
     from jobs.spec.job import JobSpec
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_checkpoint.app, name="checkpoint")
+app.add_typer(cli_nodes.app, name="nodes")
 
 SpecPath = Annotated[Path, typer.Argument(help="A spec (YAML).", show_default=False)]
 RunName = Annotated[str, typer.Argument(help="Run id, or path of a run's folder.", show_default=False)]
@@ -220,6 +221,31 @@ def report(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: As
         say(json.dumps(made.to_json(), indent=2))
     else:
         show_report(made, run_dir)
+
+
+@app.command()
+def metrics(
+    run_name: RunName,
+    storage: Storage = DEFAULT_STORAGE,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 9877,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Print the metrics and leave.")] = False,
+) -> None:
+    """Serve a run's figures to Prometheus, while it lives and after; reads its folder only."""
+    from service.metrics_server import MetricsServer, metrics_text
+    from service.run_store import find_run
+
+    run_dir = find_run(run_name, storage)
+    if once:
+        say(metrics_text(run_dir).rstrip("\n"))
+        return
+    with MetricsServer(run_dir, host, port) as server:
+        say(f"http://{host}:{server.port}/metrics")
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            note("no more metrics are served; the run is not affected")
 
 
 @app.command()

@@ -1,0 +1,268 @@
+"""From what a run folder says to the values of its metrics. Pure: lines and events in, values out.
+
+A reader that follows a living run feeds new lines to a StepTotals and keeps slim_line() of each: all that the
+sums over the whole run need. Names and help texts are in metrics.py; reads no file.
+"""
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs.mesh import SIZES, Mesh
+from ops.ettr import HOUR_S
+from ops.goodput import Goodput, Phase, account
+from ops.ledger import Event, number
+from ops.losses import IncidentBill, StepLine, Who, bill_incidents, judge_steps, who
+from ops.metrics import STEP_BUCKETS_S, Histogram, Samples
+
+STATES = ("RUNNING", "FINISHED", "FAILED", "STOPPED", "PREEMPTED")
+NODE_STATES = ("healthy", "suspect", "quarantined", "repairing", "retired")
+OUT_OF_SERVICE = frozenset({"quarantined", "repairing", "retired"})
+OUTCOMES = ("committed", "failed", "skipped")
+MEDIAN_STEPS = 100
+"""Steps over which the median step time is taken."""
+LABEL_CHARS = 120
+"""Longest text of a label: a culprit is a name, not a log."""
+_LINE_FIELDS = ("kind", "at", "attempt", "generation", "step", "step_time_s", "eval_time_s")
+_LAST_STEP = {
+    "tokens_per_s": "tokens_per_second",
+    "mfu_frac": "mfu_ratio",
+    "bubble_frac": "pipeline_bubble_ratio",
+    "memory_bytes": "memory_bytes",
+    "loss": "loss",
+    "grad_norm": "gradient_norm",
+    "lr": "learning_rate",
+    "tokens_seen": "tokens_seen",
+}
+
+
+def slim_line(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a line of metrics.jsonl that the account of the whole run needs."""
+    return {name: line[name] for name in _LINE_FIELDS if name in line}
+
+
+@dataclass
+class StepTotals:
+    """Running sums over the lines of metrics.jsonl, each line fed once."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS_S) + 1))
+    step_time_s: float = 0.0
+    data_time_s: float = 0.0
+    n_steps: int = 0
+    n_skipped: int = 0
+    n_tokens: float = 0.0
+    last_step: Mapping[str, Any] = field(default_factory=dict)
+    last_eval: Mapping[str, Any] = field(default_factory=dict)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))
+    """Times of the last steps of the newest attempt, in seconds."""
+
+    def feed(self, line: Mapping[str, Any]) -> None:
+        """Count one line."""
+        if line.get("kind") == "eval":
+            self.last_eval = line
+        if "kind" in line or number(line.get("step")) is None:
+            return
+        self.n_steps += 1
+        self.n_skipped += bool(line.get("skipped"))
+        self.n_tokens += _finite(line.get("n_tokens"))
+        self.data_time_s += _finite(line.get("data_time_s"))
+        if line.get("attempt", 0) != self.last_step.get("attempt", 0):
+            self.recent.clear()
+        self.last_step = line
+        step_time_s = _finite(line.get("step_time_s"))
+        if step_time_s > 0:
+            self.step_time_s += step_time_s
+            self.buckets[bisect_left(STEP_BUCKETS_S, step_time_s)] += 1
+            self.recent.append(step_time_s)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run besides its lines and events."""
+
+    run_id: str
+    status: str
+    spec: Mapping[str, Any]
+    """The resolved spec; empty where it cannot be read."""
+    now: float
+    """Unix seconds."""
+    is_driver_alive: bool
+
+
+def run_samples(
+    facts: RunFacts, events: Sequence[Event], lines: Sequence[Mapping[str, Any]], totals: StepTotals
+) -> Samples:
+    """The values of every metric that the run has something to say about.
+
+    Args:
+        facts: of the run.
+        events: its ledger, in any order.
+        lines: its metric lines, slim_line() of each is enough.
+        totals: that was fed the same lines.
+    """
+    events = sorted(events, key=lambda event: event.at)
+    is_live = facts.status == "RUNNING" and facts.is_driver_alive
+    steps = judge_steps(events, lines)
+    goodput = account(events, lines, facts.now if is_live else None)
+    samples = Samples(facts.run_id)
+    samples.put("snapshot_timestamp_seconds", facts.now)
+    ranks = _put_run(samples, facts, events)
+    _put_steps(samples, steps, totals, ranks)
+    _put_checkpoints(samples, facts.spec, events, totals)
+    _put_incidents(samples, events, bill_incidents(events, steps))
+    _put_time(samples, goodput, is_live=is_live)
+    _put_nodes(samples, events)
+    return samples
+
+
+def repeats_without_progress(events: Iterable[Event]) -> int:
+    """How often in a row the last failure came with the same class, culprit and step, and no new checkpoint.
+
+    0 without an incident, 1 for the first of its kind.
+    """
+    repeats, last = 0, None
+    for event in sorted(events, key=lambda event: event.at):
+        if event.kind == "checkpoint_committed":
+            repeats, last = 0, None
+        elif event.kind == "incident":
+            print_ = (event.text("class"), event.text("culprit"), event.integer("step"))
+            repeats = repeats + 1 if print_ == last else 1
+            last = print_
+    return repeats
+
+
+def _put_run(samples: Samples, facts: RunFacts, events: Sequence[Event]) -> Who:
+    strategy = facts.spec.get("strategy")
+    if isinstance(strategy, Mapping):
+        sizes = {axis: strategy[axis] for axis in SIZES if isinstance(strategy.get(axis), int)}
+        samples.put("run_info", 1, str(strategy.get("kind", "")), str(Mesh(**sizes).factors))
+    samples.put_one_of("run_state", STATES, facts.status)
+    attempts = [event for event in events if event.kind == "attempt_started"]
+    started = [event for event in events if event.kind == "ranks_started"]
+    ranks = max((who(event) for event in (*attempts, *started)), default=(0, 0))
+    created = next((event.at for event in events if event.kind == "run_created"), None)
+    samples.put("run_created_timestamp_seconds", created)
+    samples.put("run_attempt", ranks[0])
+    samples.put("run_generation", ranks[1])
+    samples.put("run_ranks", attempts[-1].integer("world_size") if attempts else None)
+    samples.put("attempts_total", len({event.integer("attempt") for event in attempts}))
+    samples.put("rank_restarts_total", sum(event.integer("generation") > 0 for event in started))
+    return ranks
+
+
+def _put_steps(samples: Samples, steps: Sequence[StepLine], totals: StepTotals, ranks: Who) -> None:
+    samples.put("step", max((one.step for one in steps if one.is_kept), default=0))
+    samples.put("generation_steps", sum((one.attempt, one.generation) == ranks for one in steps))
+    samples.put("last_step_timestamp_seconds", max((one.at for one in steps), default=None))
+    samples.put("steps_trained_total", totals.n_steps)
+    samples.put("steps_skipped_total", totals.n_skipped)
+    samples.put("steps_lost_total", sum(not one.is_kept for one in steps))
+    samples.put("tokens_trained_total", totals.n_tokens)
+    samples.put("data_wait_seconds_total", totals.data_time_s)
+    samples.put("step_duration_median_seconds", _median(totals.recent))
+    for name, metric in _LAST_STEP.items():
+        samples.put(metric, number(totals.last_step.get(name)))
+    samples.put("eval_loss", number(totals.last_eval.get("loss")))
+    histogram = Histogram(tuple(totals.buckets), totals.step_time_s)
+    samples.histograms["packtrain_step_duration_seconds"] = histogram
+
+
+def _put_checkpoints(
+    samples: Samples, spec: Mapping[str, Any], events: Sequence[Event], totals: StepTotals
+) -> None:
+    of = {outcome: [e for e in events if e.kind == f"checkpoint_{outcome}"] for outcome in OUTCOMES}
+    for outcome, found in of.items():
+        samples.put("checkpoints_total", len(found), outcome)
+    stalls = (event.seconds("blocked_s") for event in events if event.kind == "checkpoint_blocked")
+    samples.put("checkpoint_stall_seconds_total", sum(max(0.0, stall_s) for stall_s in stalls))
+    if of["committed"]:
+        newest = of["committed"][-1]
+        samples.put("checkpoint_step", newest.integer("step"))
+        samples.put("checkpoint_timestamp_seconds", newest.at)
+        samples.put("checkpoint_bytes", newest.integer("n_bytes"))
+        samples.put("checkpoint_write_seconds", newest.seconds("write_s"))
+    every, target = _of(spec, "checkpoint", "every_steps"), _of(spec, "train", "steps")
+    median_s = _median(totals.recent)
+    samples.put("checkpoint_interval_seconds", every * median_s if every and median_s else None)
+    samples.put("steps_target", target)
+
+
+def _put_incidents(samples: Samples, events: Sequence[Event], bills: Sequence[IncidentBill]) -> None:
+    restores = [event.seconds("load_s") for event in events if event.kind == "restored"]
+    samples.put("last_restore_seconds", restores[-1] if restores else None)
+    samples.put("incident_repeats", repeats_without_progress(events))
+    counts = Counter((_class(bill), bill.event.text("action", "none")) for bill in bills)
+    for labels, count in counts.items():
+        samples.put("incidents_total", count, *labels)
+    costs: dict[tuple[str, str], float] = {}
+    for bill in bills:
+        parts = {
+            "detect": bill.detect_s,
+            "decide": bill.decide_s,
+            "restart": bill.relaunch_s,
+            "reload": bill.reload_s,
+            "recompute": bill.redo_s,
+        }
+        for part, cost_s in parts.items():
+            costs[_class(bill), part] = costs.get((_class(bill), part), 0.0) + cost_s
+    for labels, cost_s in costs.items():
+        samples.put("incident_cost_seconds_total", cost_s, *labels)
+    if bills:
+        last = bills[-1]
+        culprit = last.event.text("culprit")[:LABEL_CHARS]
+        samples.put("last_incident_info", 1, _class(last), culprit, last.event.text("action", "none"))
+        samples.put("last_incident_timestamp_seconds", last.event.seconds("detected_at", last.event.at))
+        samples.put("last_incident_detect_seconds", last.detect_s)
+        samples.put("last_incident_restart_seconds", last.restart_s)
+
+
+def _put_time(samples: Samples, goodput: Goodput, *, is_live: bool) -> None:
+    for phase, us in goodput.phases_us.items():
+        samples.put("phase_seconds", us / 1e6, phase.value)
+    current = goodput.segments[-1].phase if is_live and goodput.segments else Phase.STOPPED
+    samples.put_one_of("run_phase", [phase.value for phase in Phase], current.value)
+    samples.put("goodput_ratio", goodput.goodput_frac)
+    samples.put("ettr_ratio", goodput.ettr_frac, "run")
+    hour = goodput.between(goodput.end_us - round(HOUR_S * 1e6), goodput.end_us)
+    samples.put("ettr_ratio", hour.ettr_frac, "1h")
+
+
+def _put_nodes(samples: Samples, events: Sequence[Event]) -> None:
+    """The last word on each node, on spares and on the breaker, where the ledger has one."""
+    nodes = {event.text("node"): event for event in events if event.kind == "node_state"}
+    for node, event in nodes.items():
+        samples.put_one_of("node_state", NODE_STATES, event.text("state", "healthy"), node)
+        samples.put("node_strikes", event.seconds("strikes"), node)
+    if nodes:
+        n_out = sum(event.text("state") in OUT_OF_SERVICE for event in nodes.values())
+        told = [event.integer("known_nodes") for event in nodes.values()]
+        samples.put("nodes_quarantined_ratio", n_out / max(len(nodes), *told))
+    for event in events:
+        if event.kind == "spares":
+            samples.put("spares_available", event.integer("available"))
+            samples.put("spares_planned", event.integer("planned"))
+        elif event.kind == "breaker":
+            samples.put("quarantine_breaker_open", float(event.fields.get("is_open") is True))
+
+
+def _class(bill: IncidentBill) -> str:
+    return bill.event.text("class", "unknown")
+
+
+def _finite(value: Any) -> float:
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else 0.0
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return statistics.median(known) if known else None
+
+
+def _of(spec: Mapping[str, Any], section: str, name: str) -> float | None:
+    part = spec.get(section)
+    return number(part.get(name)) if isinstance(part, Mapping) else None
