@@ -1,0 +1,235 @@
+"""The registry of failure patterns: rows of YAML in patterns/, and an operator's rows over them.
+
+Holds what a row is and how rows are read and merged. What they say is data; what a match means for a whole
+log is decided in evidence.py.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from jobs.errors import PacktrainError
+from ops.diagnosis.required_text import required_text
+from ops.diagnosis.verdict import Role
+from ops.incident import FailureClass
+from ops.signal import EntityKind
+
+FILES: Final = ("noise", "memory", "gpu", "storage", "network", "hang", "nodes", "code", "exceptions")
+"""patterns/<name>.yaml in order of precedence: of two rows of equal weight that match a line, the first."""
+
+SUGGESTED_ACTION: Final[Mapping[FailureClass, str]] = {
+    FailureClass.GPU_HARDWARE: "RESTART_WITHOUT_NODE",
+    FailureClass.GPU_OUT_OF_MEMORY: "RESTART",
+    FailureClass.HOST_OUT_OF_MEMORY: "RESTART",
+    FailureClass.NETWORK: "RESTART",
+    FailureClass.NODE_LOST: "RESTART_WITHOUT_NODE",
+    FailureClass.STORAGE: "PAGE",
+    FailureClass.CORRUPT_CHECKPOINT: "ROLLBACK",
+    FailureClass.HANG: "RESTART",
+    FailureClass.PREEMPTION: "RESTART",
+    FailureClass.USER_CODE: "STOP",
+    FailureClass.CONFIGURATION: "STOP",
+    FailureClass.ENVIRONMENT: "STOP",
+    FailureClass.NUMERICS: "ROLLBACK",
+    FailureClass.TRACKING: "OBSERVE",
+    FailureClass.WORKER_KILLED: "RESTART_RANKS",
+    FailureClass.BENIGN: "OBSERVE",
+    FailureClass.UNKNOWN: "RESTART",
+}
+ACTIONS: Final = frozenset({*SUGGESTED_ACTION.values(), "SHRINK"})
+
+CONFIDENCE: Final[Mapping[Role, float]] = {
+    Role.ROOT: 0.9,
+    Role.CONFIRMATION: 0.95,
+    Role.AMBIGUOUS: 0.45,
+    Role.CASCADE: 0.4,
+    Role.BENIGN: 0.9,
+}
+YIELDING_CONFIDENCE: Final = 0.75
+"""Of a root that victims print too."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What a row becomes when the same text, but for numbers that differ each time, comes again."""
+
+    times: int
+    failure_class: FailureClass
+    role: Role
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One row."""
+
+    id: str
+    regex: re.Pattern[str]
+    failure_class: FailureClass
+    role: Role
+    blames: EntityKind
+    source: str
+    """Who prints it."""
+    action: str
+    runbook: str
+    confidence: float
+    yields: bool = False
+    """A root that victims of another one print too: it holds only where no other root is found."""
+    advice: str = ""
+    repeated: Repeated | None = None
+    needs: str = ""
+    """Lower-case text without which the regex cannot match; empty where there is none."""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All rows that hold, in order of precedence."""
+
+    patterns: tuple[Pattern, ...]
+    ignored: tuple[re.Pattern[str], ...]
+    """Cut out of a line before it is looked at."""
+
+    def without_ignored(self, text: str) -> str:
+        """The text without the sentences that are evidence of nothing."""
+        for regex in self.ignored:
+            text = regex.sub("", text)
+        return text
+
+
+_REQUIRED: Final = frozenset({"id", "class", "role", "regex"})
+_OPTIONAL: Final = frozenset(
+    {"blames", "source", "action", "runbook", "confidence", "yields", "advice", "repeated", "disabled"}
+)
+_KEYS: Final = _REQUIRED | _OPTIONAL
+
+
+def _where(source: Path, row: Mapping[str, Any]) -> str:
+    return f"{source}: pattern {row.get('id', '(without id)')!r}"
+
+
+def _pattern(row: Mapping[str, Any], source: Path) -> Pattern:
+    """One row as a value; whatever is wrong with it is told with its file and id."""
+    where = _where(source, row)
+    if unknown := sorted(set(row) - _KEYS):
+        raise PacktrainError(f"{where}: unknown keys {', '.join(unknown)}; known: {', '.join(sorted(_KEYS))}")
+    if missing := sorted(_REQUIRED - set(row)):
+        raise PacktrainError(f"{where}: missing keys {', '.join(missing)}")
+    try:
+        failure_class = FailureClass(row["class"])
+        role = Role(row["role"])
+        regex = re.compile(row["regex"])
+        blames = EntityKind(row.get("blames", "unknown"))
+        repeated = row.get("repeated")
+        again = (
+            Repeated(int(repeated["times"]), FailureClass(repeated["class"]), Role(repeated["role"]))
+            if repeated
+            else None
+        )
+    except (ValueError, KeyError, TypeError, re.error) as error:
+        raise PacktrainError(f"{where}: {error}") from error
+    action = str(row.get("action", SUGGESTED_ACTION[failure_class]))
+    if action not in ACTIONS:
+        raise PacktrainError(f"{where}: action {action!r} is none of {', '.join(sorted(ACTIONS))}")
+    yields = bool(row.get("yields", False))
+    usual = YIELDING_CONFIDENCE if yields else CONFIDENCE[role]
+    confidence = float(row.get("confidence", usual))
+    if not 0.0 <= confidence <= 1.0:
+        raise PacktrainError(f"{where}: confidence {confidence} is not between 0 and 1")
+    return Pattern(
+        id=str(row["id"]),
+        regex=regex,
+        failure_class=failure_class,
+        role=role,
+        blames=blames,
+        source=str(row.get("source", source.name)),
+        action=action,
+        runbook=str(row.get("runbook", failure_class.value)),
+        confidence=confidence,
+        yields=yields,
+        advice=str(row.get("advice", "")),
+        repeated=again,
+        needs=required_text(row["regex"]),
+    )
+
+
+def _rows(path: Path, key: str) -> list[dict[str, Any]]:
+    """The rows under a key of a file of patterns."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PacktrainError(f"{path}: cannot be read as patterns: {error}") from error
+    if not isinstance(tree, dict) or set(tree) - {"patterns", "ignored", "xids"}:
+        raise PacktrainError(f"{path}: expected a mapping with the keys patterns, ignored, xids")
+    rows = tree.get(key) or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PacktrainError(f"{path}: {key} must be a list of mappings")
+    return rows
+
+
+@cache
+def shipped_registry() -> Registry:
+    """The rows that come with Packtrain."""
+    folder = Path(__file__).parent / "patterns"
+    patterns: list[Pattern] = []
+    ignored: list[re.Pattern[str]] = []
+    for name in FILES:
+        path = folder / f"{name}.yaml"
+        patterns += [_pattern(row, path) for row in _rows(path, "patterns")]
+        ignored += [re.compile(row["regex"]) for row in _rows(path, "ignored")]
+    return Registry(tuple(patterns), tuple(ignored))
+
+
+def with_overrides(registry: Registry, paths: Iterable[Path]) -> Registry:
+    """An operator's rows over the registry.
+
+    A row with the id of a shipped one changes the keys that it names (`disabled: true` takes it away); any
+    other row is new and comes before all shipped ones. Rows under `ignored` are added.
+
+    Raises:
+        PacktrainError: a file that cannot be read, or a row that is wrong, by file and id.
+    """
+    patterns = list(registry.patterns)
+    ignored = list(registry.ignored)
+    new: list[Pattern] = []
+    for path in paths:
+        places = {pattern.id: place for place, pattern in enumerate(patterns)}
+        for row in _rows(path, "patterns"):
+            place = places.get(str(row.get("id")))
+            if place is None:
+                new.append(_pattern(row, path))
+            elif row.get("disabled"):
+                patterns[place] = replace(patterns[place], regex=_NEVER, needs="")
+            else:
+                patterns[place] = _changed(patterns[place], row, path)
+        for row in _rows(path, "ignored"):
+            try:
+                ignored.append(re.compile(row["regex"]))
+            except (KeyError, TypeError, re.error) as error:
+                raise PacktrainError(f"{_where(path, row)}: {error}") from error
+    return Registry((*new, *(p for p in patterns if p.regex is not _NEVER)), tuple(ignored))
+
+
+_NEVER: Final = re.compile(r"(?!)")
+
+
+def _changed(old: Pattern, row: Mapping[str, Any], path: Path) -> Pattern:
+    """A shipped row with the keys that an operator's row names."""
+    whole: dict[str, Any] = {
+        "id": old.id,
+        "regex": old.regex.pattern,
+        "class": old.failure_class.value,
+        "role": old.role.value,
+        "blames": old.blames.value,
+        "source": old.source,
+        "advice": old.advice,
+        "yields": old.yields,
+    }
+    if "class" not in row:
+        whole |= {"action": old.action, "runbook": old.runbook}
+    if "role" not in row and "yields" not in row:
+        whole["confidence"] = old.confidence
+    return replace(_pattern(whole | dict(row), path), repeated=old.repeated)
