@@ -18,10 +18,11 @@ from ops.goodput import Goodput, Phase, account
 from ops.ledger import Event, number
 from ops.losses import IncidentBill, StepLine, Who, bill_incidents, judge_steps, who
 from ops.metrics import STEP_BUCKETS_S, Histogram, Samples
+from ops.quarantine import DEFAULT_RULES, Cluster, NodeChange, NodeState, breaker_refusal, fold
 
 STATES = ("RUNNING", "FINISHED", "FAILED", "STOPPED", "PREEMPTED")
-NODE_STATES = ("healthy", "suspect", "quarantined", "repairing", "retired")
-OUT_OF_SERVICE = frozenset({"quarantined", "repairing", "retired"})
+ANY_OTHER_NODE = "(any other node)"
+"""Stands for the next node that automation might want to take out, where the breaker is asked."""
 OUTCOMES = ("committed", "failed", "skipped")
 MEDIAN_STEPS = 100
 """Steps over which the median step time is taken."""
@@ -94,7 +95,11 @@ class RunFacts:
 
 
 def run_samples(
-    facts: RunFacts, events: Sequence[Event], lines: Sequence[Mapping[str, Any]], totals: StepTotals
+    facts: RunFacts,
+    events: Sequence[Event],
+    lines: Sequence[Mapping[str, Any]],
+    totals: StepTotals,
+    node_changes: Sequence[NodeChange] = (),
 ) -> Samples:
     """The values of every metric that the run has something to say about.
 
@@ -103,6 +108,7 @@ def run_samples(
         events: its ledger, in any order.
         lines: its metric lines, slim_line() of each is enough.
         totals: that was fed the same lines.
+        node_changes: the book of nodes of the run's storage, in the order written.
     """
     events = sorted(events, key=lambda event: event.at)
     is_live = facts.status == "RUNNING" and facts.is_driver_alive
@@ -115,7 +121,7 @@ def run_samples(
     _put_checkpoints(samples, facts.spec, events, totals)
     _put_incidents(samples, events, bill_incidents(events, steps))
     _put_time(samples, goodput, is_live=is_live)
-    _put_nodes(samples, events)
+    _put_nodes(samples, events, node_changes, facts.now)
     return samples
 
 
@@ -231,22 +237,22 @@ def _put_time(samples: Samples, goodput: Goodput, *, is_live: bool) -> None:
     samples.put("ettr_ratio", hour.ettr_frac, "1h")
 
 
-def _put_nodes(samples: Samples, events: Sequence[Event]) -> None:
-    """The last word on each node, on spares and on the breaker, where the ledger has one."""
-    nodes = {event.text("node"): event for event in events if event.kind == "node_state"}
-    for node, event in nodes.items():
-        samples.put_one_of("node_state", NODE_STATES, event.text("state", "healthy"), node)
-        samples.put("node_strikes", event.seconds("strikes"), node)
-    if nodes:
-        n_out = sum(event.text("state") in OUT_OF_SERVICE for event in nodes.values())
-        told = [event.integer("known_nodes") for event in nodes.values()]
-        samples.put("nodes_quarantined_ratio", n_out / max(len(nodes), *told))
+def _put_nodes(samples: Samples, events: Sequence[Event], changes: Sequence[NodeChange], now: float) -> None:
+    """The standing of every node that anything was ever said about; spares, where the ledger has a word."""
+    fleet = fold(changes)
+    for node, record in fleet.records.items():
+        samples.put_one_of("node_state", [state.value for state in NodeState], record.state(now).value, node)
+        samples.put("node_strikes", record.strikes_at(now, DEFAULT_RULES.half_life_s), node)
+    n_nodes = max((change.n_nodes for change in changes), default=0)
+    if n_nodes:
+        n_nodes = max(n_nodes, len(fleet.records))
+        samples.put("nodes_quarantined_ratio", len(fleet.out_of_service) / n_nodes)
+        refusal = breaker_refusal(fleet, [ANY_OTHER_NODE], Cluster(n_nodes), now)
+        samples.put("quarantine_breaker_open", refusal is not None)
     for event in events:
         if event.kind == "spares":
             samples.put("spares_available", event.integer("available"))
             samples.put("spares_planned", event.integer("planned"))
-        elif event.kind == "breaker":
-            samples.put("quarantine_breaker_open", float(event.fields.get("is_open") is True))
 
 
 def _class(bill: IncidentBill) -> str:

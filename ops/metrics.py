@@ -114,7 +114,7 @@ METRICS: tuple[MetricSpec, ...] = (
     # Nodes
     _gauge("node_state", "1 for the state that a node is in, 0 for the others.", "node", "state"),
     _gauge("node_strikes", "Strikes against a node, decayed.", "node"),
-    _gauge("nodes_quarantined_ratio", "Share of the known nodes that are out of service, 0 to 1."),
+    _gauge("nodes_quarantined_ratio", "Share of the nodes that are out of service, 0 to 1."),
     _gauge("spares_available", "Spare nodes ready to take over."),
     _gauge("spares_planned", "Spare nodes that the plan holds."),
     _gauge("quarantine_breaker_open", "1 while the breaker refuses to take more nodes out."),

@@ -21,6 +21,7 @@ from jobs.errors import PacktrainError, SpecError
 from ops.ledger import METRICS_FILE, Event, LedgerTail, Tail
 from ops.metric_values import RunFacts, StepTotals, run_samples, slim_line
 from ops.metrics import Samples, SamplesCollector, render
+from ops.node_book import NodeBook
 from service.run_store import RUNNING, RunState, read_state
 
 REFRESH_S = 5.0
@@ -62,7 +63,8 @@ class RunFollower:
             now=now,
             is_driver_alive=is_alive,
         )
-        return run_samples(facts, self._events, self._lines, self._totals)
+        changes = NodeBook(self._dir.parent).changes()
+        return run_samples(facts, self._events, self._lines, self._totals, changes)
 
 
 class MetricsServer:

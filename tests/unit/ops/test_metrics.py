@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ops.ledger import Event
 from ops.metric_values import RunFacts, StepTotals, repeats_without_progress, run_samples, slim_line
 from ops.metrics import BY_NAME, METRICS, SERIES, STEP_BUCKETS_S, Samples, render
+from ops.quarantine import ChangeKind, NodeChange, Owner
 
 
 def event(at, kind, **fields):
@@ -32,10 +33,12 @@ EVENTS = [
     incident(109.0),
     event(110.0, "ranks_started", attempt=0, generation=1),
     event(112.0, "restored", attempt=0, generation=1, step=2, load_s=0.75),
-    event(112.5, "node_state", node="10.0.0.2", state="quarantined", strikes=1.5, known_nodes=4),
-    event(112.5, "node_state", node="10.0.0.3", state="healthy", strikes=0.0, known_nodes=4),
     event(112.5, "spares", available=0, planned=2),
-    event(112.5, "breaker", is_open=True),
+]
+CHANGES = [
+    NodeChange(112.0, "10.0.0.2", ChangeKind.STRIKE, Owner.POLICY, weight=1.5, n_nodes=4),
+    NodeChange(112.0, "10.0.0.2", ChangeKind.CORDON, Owner.POLICY, n_nodes=4),
+    NodeChange(112.0, "10.0.0.3", ChangeKind.STRIKE, Owner.AGENT, weight=0.1, n_nodes=4),
 ]
 LINES = [
     {
@@ -63,12 +66,12 @@ SPEC = {
 }
 
 
-def samples(events=EVENTS, lines=LINES, status="RUNNING", now=114.0, spec=SPEC):
+def samples(events=EVENTS, lines=LINES, status="RUNNING", now=114.0, spec=SPEC, changes=()):
     totals = StepTotals()
     for line in lines:
         totals.feed(line)
     facts = RunFacts("demo", status, spec, now, is_driver_alive=status == "RUNNING")
-    return run_samples(facts, events, [slim_line(line) for line in lines], totals)
+    return run_samples(facts, events, [slim_line(line) for line in lines], totals, changes)
 
 
 def values_of(text):
@@ -81,7 +84,7 @@ def values_of(text):
 
 
 def test_the_values_of_a_run_with_one_crash():
-    found = values_of(render([samples()]))
+    found = values_of(render([samples(changes=CHANGES)]))
     expected = {
         ("packtrain_run_state", "RUNNING"): 1,
         ("packtrain_run_state", "FAILED"): 0,
@@ -125,7 +128,8 @@ def test_the_values_of_a_run_with_one_crash():
         ("packtrain_step_duration_seconds_sum",): 5.0,
         ("packtrain_node_state", "10.0.0.2", "quarantined"): 1,
         ("packtrain_node_state", "10.0.0.3", "quarantined"): 0,
-        ("packtrain_node_strikes", "10.0.0.2"): 1.5,
+        ("packtrain_node_state", "10.0.0.3", "healthy"): 1,
+        ("packtrain_node_strikes", "10.0.0.2"): pytest.approx(1.5, rel=1e-4),
         ("packtrain_nodes_quarantined_ratio",): 0.25,
         ("packtrain_spares_available",): 0,
         ("packtrain_quarantine_breaker_open",): 1,
@@ -214,6 +218,6 @@ def test_names_are_by_the_conventions():
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_nothing_to_complain_about():
-    command, text = ["promtool", "check", "metrics"], render([samples()])
+    command, text = ["promtool", "check", "metrics"], render([samples(changes=CHANGES)])
     done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
