@@ -228,10 +228,11 @@ def _speed_and_heat(device: _Device) -> Readings:
     if temperature_c is None:
         temperature_c = device.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     yield "temperature_c", temperature_c
-    yield (
-        "temperature_limit_c",
-        device.ask(pynvml.nvmlDeviceGetTemperatureThreshold, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
-    )
+    limit_c = device.ask(pynvml.nvmlDeviceGetTemperatureThreshold, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+    if limit_c is None and temperature_c is not None:  # Newer GPUs tell only how far it is.
+        margin_c = device.ask(pynvml.nvmlDeviceGetMarginTemperature)
+        limit_c = None if margin_c is None else temperature_c + margin_c
+    yield "temperature_limit_c", limit_c
     for name, function in (
         ("power_w", pynvml.nvmlDeviceGetPowerUsage),
         ("power_limit_w", pynvml.nvmlDeviceGetEnforcedPowerLimit),

@@ -93,10 +93,22 @@ class GpuReading:
 
     uuid: str
     pci_bus_id: str = ""
-    """As the kernel's log writes it, but with four or eight digits of domain: "00000000:18:00.0"."""
+    """As it was read; see pci_address for comparing it."""
     product: str = ""
     values: Mapping[str, float] = field(default_factory=dict)
     processes: tuple[GpuProcess, ...] = ()
+
+
+def pci_address(text: str) -> str:
+    """One form for PCI:0000:18:00 (kernel), 0000:18:00.0 and 00000000:18:00.0 (NVML): 0000:18:00."""
+    domain, _, rest = text.strip().lower().removeprefix("pci:").partition(":")
+    return f"{domain.lstrip('0'):0>4}:{rest.partition('.')[0]}"
+
+
+def uuid_at(readings: Sequence[GpuReading], address: str) -> str | None:
+    """UUID of the GPU that the kernel's log names by its PCI address."""
+    wanted = pci_address(address)
+    return next((r.uuid for r in readings if r.pci_bus_id and pci_address(r.pci_bus_id) == wanted), None)
 
 
 def throttle_flags(mask: int) -> dict[str, float]:

@@ -187,6 +187,20 @@ int nvmlDeviceGetTemperatureV(void *device, struct temperature *temperature) {
     return code;
 }
 
+struct margin {
+    unsigned version;
+    int celsius;
+};
+
+int nvmlDeviceGetMarginTemperature(void *device, struct margin *margin) {
+    unsigned long long value = 0;
+    int code;
+    if (margin->version != (sizeof *margin | 1u << 24)) return VERSION_MISMATCH;
+    code = ask(device, "nvmlDeviceGetMarginTemperature", "temperature_margin", &value);
+    if (code == OK) margin->celsius = (int)value;
+    return code;
+}
+
 int nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *reasons) {
     return ask(device, "nvmlDeviceGetCurrentClocksEventReasons", "clocks_event_reasons", reasons);
 }

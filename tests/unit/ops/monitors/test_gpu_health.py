@@ -145,6 +145,16 @@ def test_nvlink_5_counts_in_fields(nvml):
     monitor.close()
 
 
+def test_a_gpu_that_tells_only_how_far_its_limit_is(nvml):
+    nvml.put({"0.temperature_threshold/1": None, "0.temperature_margin": 30})
+    monitor = GpuHealthMonitor("n1")
+    assert told(monitor) == []
+    assert monitor.readings[0].values["temperature_limit_c"] == 85
+    nvml.put({"0.temperature/0": 85, "0.temperature_margin": 0})
+    assert told(monitor) == [("GPU-0", "temperature_high", 85)]
+    monitor.close()
+
+
 def test_a_link_that_idles_is_not_slow_and_a_hot_gpu_has_to_cool_down(nvml, monitor):
     nvml.put({"0.pstate": 8, "0.pcie_gen": 1})
     assert told(monitor) == []
