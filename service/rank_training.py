@@ -17,6 +17,7 @@ from jobs.data.batches import BatchSource
 from jobs.data.prepare import load_prepared
 from jobs.engines.base import Engine
 from jobs.engines.build import build_engine
+from jobs.engines.native_parameters import PRECISIONS
 from jobs.events import Progress
 from jobs.hooks import Hook
 from jobs.optim.schedule import lr_at
@@ -34,14 +35,6 @@ from service.checkpoint_hook import CheckpointHook, restore
 from service.rank_hooks import MetricsHook, TitleHook, measure_peak_tflops
 from service.rank_process import RankRequest, StopFlag
 from service.run_store import read_spec
-
-DTYPES = {
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "bf16": torch.bfloat16,
-    "bf16_kahan": torch.bfloat16,
-    "fp8": torch.bfloat16,
-}
 
 
 def train_from_newest_checkpoint(
@@ -126,7 +119,7 @@ def _start_point(
 
 def _metrics(spec: JobSpec, request: RankRequest, device: torch.device) -> list[Hook]:
     """All ranks measure the peak (one alone would find the machine idle); rank 0 writes."""
-    peak = spec.tracking.peak_tflops or measure_peak_tflops(device, DTYPES[spec.train.precision])
+    peak = spec.tracking.peak_tflops or measure_peak_tflops(device, PRECISIONS[spec.train.precision].weights)
     if request.rank != 0:
         return []
     path = Path(request.run_dir) / "metrics.jsonl"

@@ -12,8 +12,17 @@ that.)
 from jobs.comm.collectives import sum_in_place
 from jobs.comm.groups import Groups
 from jobs.lessons.tell import Tell
-from jobs.lessons.toy import Piece, adamw, cut, forward, gradient_of, initial_weight, sample_data, summary
-from jobs.lessons.toy import trained as parameters
+from jobs.lessons.toy import (
+    Piece,
+    adamw,
+    cut,
+    forward,
+    gradient_of,
+    initial_weight,
+    sample_data,
+    summary,
+    trained,
+)
 from jobs.spec.lesson import LessonSpec
 
 
@@ -21,7 +30,7 @@ def lesson(spec: LessonSpec, groups: Groups, tell: Tell) -> list[Piece]:
     """Train; returns the mean losses and the first step's gradients."""
     axis = groups.dp
     data = cut(sample_data(spec), axis, dim=0)  # [B / dp, D]
-    weights = parameters([initial_weight(spec)] * spec.model.n_layers)
+    weights = trained([initial_weight(spec)] * spec.model.n_layers)
     optimizer = adamw(weights, spec)
     tell.title(f"each of {axis.size} ranks: {len(data)} rows of the batch, all {len(weights)} layers")
     found: list[Piece] = []

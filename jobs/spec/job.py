@@ -150,9 +150,9 @@ class JobSpec(SpecSection):
         return self
 
     @model_validator(mode="after")
-    def _stage_zero_is_fp32(self) -> Self:
+    def _stage_zero_is_not_bf16(self) -> Self:
         strategy = self.strategy
-        if strategy.kind != "native" and strategy.stage == 0 and self.train.precision != "fp32":
+        if strategy.kind != "native" and strategy.stage == 0 and self.train.precision == "bf16":
             raise ValueError(
                 "strategy.stage=0 with train.precision=bf16: DeepSpeed's unfused bf16 optimizer takes one "
                 "extra step at construction and trains wrongly; choose stage 1 or precision fp32"
