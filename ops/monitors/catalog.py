@@ -16,6 +16,7 @@ CATALOG = {
     "gpu_health": "by NVML: memory errors, heat, throttling, power, PCIe, NVLink, lost, foreign processes",
     "nvidia_smi": "the same by the tool nvidia-smi, where NVML cannot be used",
     "dcgm": "the same by a dcgm-exporter on this node, and Xids where the kernel's log may not be read",
+    "health_lines": "what health checks of others (SuperBench, gcm) write as JSON lines",
     "cgroup_memory": "kills for lack of memory and limits hit, in the control groups of the ranks",
     "disks": "storage of the run: full, out of inodes, read-only, gone",
     "shm": "/dev/shm too small or full",

@@ -95,9 +95,9 @@ class CgroupMemoryMonitor:
         n_hits = _n_limit_hits(group)
         n_new_hits = 0.0 if n_hits is None else self._counters.rise((group, "limit"), n_hits)
         used_bytes, limit_bytes = _used_bytes(group), _limit_bytes(group)
-        is_high = (
-            used_bytes is not None and limit_bytes is not None and used_bytes > self._high_frac * limit_bytes
-        )
+        # Once high, it has to fall a little further to be taken as in order again.
+        high_frac = self._high_frac - (0.05 if self._states.is_bad((group, "memory_high")) else 0.0)
+        is_high = used_bytes is not None and limit_bytes is not None and used_bytes > high_frac * limit_bytes
         readings = (
             # The page cache hits the limit all the time and gives way: an episode is told, not each hit.
             ("memory_limit_hit", n_new_hits > 0, n_new_hits, f"the limit was hit {n_new_hits:.0f} times"),

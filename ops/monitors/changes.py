@@ -32,6 +32,10 @@ class States:
 
     last: dict[Hashable, bool] = field(default_factory=dict)
 
+    def is_bad(self, key: Hashable) -> bool:
+        """How it was at the last reading."""
+        return self.last.get(key, False)
+
     def turned(self, key: Hashable, is_bad: bool, first_counts: bool = True) -> bool | None:
         """True where it went bad, False where it is in order again, None where nothing changed.
 

@@ -13,6 +13,8 @@ from ops.monitors.tree import read_text
 from ops.signal import Entity, EntityKind, Signal
 
 StatVfs = Callable[[Path], os.statvfs_result]
+ROOM_AGAIN = 1.1
+"""A disk at its limit is not to be told full and in order in turns."""
 OCTAL_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
@@ -75,10 +77,12 @@ class DiskMonitor:
             return found
         tell("storage_unreachable", False, None, f"{path} answers again")
         free_bytes, size_bytes = usage.f_bavail * usage.f_frsize, usage.f_blocks * usage.f_frsize
+        # Once full, it takes a little more room to be taken as in order again.
+        factor = ROOM_AGAIN if self._states.is_bad((path, "disk_full")) else 1.0
         # A quota or a pseudo file system may show no size at all: nothing can be said.
         too_full = size_bytes > 0 and (
-            free_bytes < self._min_free_frac * size_bytes
-            or free_bytes < min(self._min_free_bytes, size_bytes)
+            free_bytes < factor * self._min_free_frac * size_bytes
+            or free_bytes < min(factor * self._min_free_bytes, size_bytes)
         )
         tell("disk_full", too_full, free_bytes, f"{path}: {free_bytes} of {size_bytes} bytes are free")
         few_inodes = usage.f_files > 0 and usage.f_favail < self._min_free_frac * usage.f_files

@@ -121,7 +121,7 @@ class GpuHealthMonitor:
             if reading is not None:
                 readings.append(reading)
             elif failure is not None:
-                uuid = self._uuid_of_index.get(index, f"with index {index}")
+                uuid = self._uuid_of_index.get(index, f"index {index}")
                 unreadable[uuid] = failure
         self.readings = tuple(readings)
         own_pids = None if self._own_pids is None else self._own_pids()

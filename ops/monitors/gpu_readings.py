@@ -143,11 +143,13 @@ class GpuChanges:
             now: wall clock, unix seconds.
         """
         present = {reading.uuid for reading in readings} | set(unreadable)
-        self.known |= present
+        # A GPU that never answered has no UUID: once it has one, nobody is to miss the stand-in.
+        self.known |= {reading.uuid for reading in readings}
         found = []
-        for uuid in sorted(self.known):
-            text = f"{len(present)} of {len(self.known)} GPUs are left"
-            found += self._turn(uuid, "gpu_missing", uuid not in present, len(present), text, now)
+        for uuid in sorted(self.known | set(unreadable)):
+            text = f"{len(present)} of {len(self.known | present)} GPUs are left"
+            is_missing = uuid not in present
+            found += self._turn(uuid, "gpu_missing", is_missing, len(present), text, now)
             for kind in ("gpu_lost", "gpu_unreachable"):
                 told_kind, text = unreadable.get(uuid, ("", "it answers again"))
                 found += self._turn(uuid, kind, told_kind == kind, None, text, now)
@@ -202,7 +204,7 @@ class GpuChanges:
             # Drivers that give a distance instead of a limit show it as 0 or less.
             if temperature_c is None or limit_c is None or limit_c <= 0:
                 continue
-            was_hot = self.states.last.get((reading.uuid, f"{sensor}_high", ""), False)
+            was_hot = self.states.is_bad((reading.uuid, f"{sensor}_high", ""))
             is_hot = temperature_c >= limit_c - (COOLER_BY_C if was_hot else 0.0)
             turn(f"{sensor}_high", is_hot, temperature_c, f"{temperature_c:g} C, the limit is {limit_c:g} C")
         is_busy = values.get("pstate", MAX_BUSY_PSTATE + 1) <= MAX_BUSY_PSTATE

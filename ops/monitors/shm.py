@@ -51,6 +51,8 @@ class ShmMonitor:
         """What turned: shm_small (bytes in all) or shm_full (bytes free), or the same with _cleared."""
         usage = self._statvfs(self._path)
         size_bytes, free_bytes = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+        # Once full, it takes a little more room to be taken as in order again.
+        factor = 1.1 if self._states.is_bad("shm_full") else 1.0
         readings = (
             (
                 "shm_small",
@@ -60,7 +62,7 @@ class ShmMonitor:
             ),
             (
                 "shm_full",
-                free_bytes < self._min_free_frac * size_bytes,
+                free_bytes < factor * self._min_free_frac * size_bytes,
                 free_bytes,
                 f"{self._path}: {free_bytes} of {size_bytes} bytes are free",
             ),

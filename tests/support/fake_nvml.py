@@ -1,12 +1,10 @@
-"""The fake libnvidia-ml.so.1: compiled with the machine's C compiler, loaded under the real one's name."""
+"""The fake libnvidia-ml.so.1: compiled with the machine's C compiler, and told what to say."""
 
-import ctypes
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import pynvml
 import pytest
 
 SOURCE = Path(__file__).parent / "nvml" / "fake_nvml.c"
@@ -73,17 +71,11 @@ class FakeNvml:
             self.put({f"{gpu}.{key}": value for key, value in {**HEALTHY, **own}.items()})
 
 
-def load(folder: Path) -> ctypes.CDLL:
-    """Compile and load it; skips the test where that cannot be done."""
+def build(folder: Path) -> Path:
+    """Compile it; skips the test where there is nothing to do that with."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler (cc, gcc) to build the fake libnvidia-ml.so.1 with")
     library = folder / "libnvidia-ml.so.1"
-    # The loader finds a loaded library by its soname: pynvml then gets this one.
-    flags = ["-std=c11", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
-    subprocess.run([compiler, *flags, "-o", library, SOURCE], check=True)
-    fake = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    pynvml._LoadNvmlLibrary()
-    if not hasattr(pynvml.nvmlLib, "fake_nvml_answers"):
-        pytest.skip("this process has loaded the real libnvidia-ml.so.1 already")
-    return fake
+    subprocess.run([compiler, "-std=c11", "-shared", "-fPIC", "-o", library, SOURCE], check=True)
+    return library

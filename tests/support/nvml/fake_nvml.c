@@ -21,7 +21,8 @@ void fake_nvml_answers(const char *path) { snprintf(answers_path, sizeof answers
 
 /* 1 where the key has a value. */
 static int find(const char *key, char *value, size_t size) {
-    FILE *file = fopen(answers_path, "r");
+    const char *from_environment = getenv("FAKE_NVML_ANSWERS");
+    FILE *file = fopen(answers_path[0] || !from_environment ? answers_path : from_environment, "r");
     char line[512];
     int found = 0;
     if (!file) return 0;

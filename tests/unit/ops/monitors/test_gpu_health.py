@@ -1,25 +1,32 @@
 """NVML through the real binding, against a library that is told what to report."""
 
+import ctypes
+import os
 import subprocess
 import sys
 
+import pynvml
 import pytest
 
 from ops.monitors.gpu_health import GpuHealthMonitor
-from tests.support.fake_nvml import FakeNvml, load
+from tests.support.fake_nvml import FakeNvml, build
 
 OURS = (100, 101)
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return load(tmp_path_factory.mktemp("nvml"))
+    return build(tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture
-def nvml(library, tmp_path):
+def nvml(library, tmp_path, monkeypatch):
+    """The binding holds the fake one for this test only: others in this process may ask for the real one."""
+    loaded = ctypes.CDLL(str(library))
+    monkeypatch.setattr(pynvml, "nvmlLib", loaded)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     fake = FakeNvml(tmp_path / "answers", {})
-    library.fake_nvml_answers(str(fake.path).encode())
+    loaded.fake_nvml_answers(str(fake.path).encode())
     fake.plug(2)
     return fake
 
@@ -185,7 +192,11 @@ def test_a_lost_gpu_is_told_once_by_its_uuid(nvml, monitor, where):
 def test_a_gpu_lost_from_the_start_has_only_its_index(nvml):
     nvml.put({"1.error.*": 15})
     monitor = GpuHealthMonitor("n1")
-    assert told(monitor) == [("with index 1", "gpu_lost", None)]
+    assert told(monitor) == [("index 1", "gpu_lost", None)]
+    nvml.put({"1.error.*": None})
+    assert told(monitor) == []
+    nvml.put({"1.error.*": 15})
+    assert told(monitor) == [("GPU-1", "gpu_lost", None)]
     monitor.close()
 
 
@@ -245,8 +256,6 @@ def test_a_driver_that_is_missing_is_no_fault_and_one_that_refuses_is(nvml, code
 
 
 def test_a_driver_that_is_reloaded_under_us(nvml, monitor):
-    import pynvml
-
     pynvml.nvmlShutdown()
     assert [signal[1] for signal in told(monitor)] == ["nvml_unusable"]
     assert [signal[1] for signal in told(monitor)] == ["nvml_unusable_cleared"]
@@ -258,6 +267,20 @@ def test_no_gpu(nvml):
     assert not monitor.is_supported()
     assert monitor.check(0.0) == []
     monitor.close()
+
+
+def test_the_binding_finds_the_library_by_its_name(library, nvml):
+    code = (
+        "from ops.monitors.gpu_health import GpuHealthMonitor\n"
+        "monitor = GpuHealthMonitor('n1')\n"
+        "assert monitor.is_supported() and monitor.check(0.0) == []\n"
+        "print([reading.uuid for reading in monitor.readings])\n"
+    )
+    places = {"LD_LIBRARY_PATH": str(library.parent), "FAKE_NVML_ANSWERS": str(nvml.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=30, capture_output=True, env=os.environ | places
+    )
+    assert run.stdout.decode().strip() == "['GPU-0', 'GPU-1']"
 
 
 def test_no_library():

@@ -5,7 +5,8 @@ import tty
 
 import pytest
 
-from ops.monitors.kernel_log import MAX_BYTES_A_CHECK, KernelLogMonitor
+from ops.monitors.follow import MAX_BYTES_A_CHECK
+from ops.monitors.kernel_log import KernelLogMonitor
 from ops.signal import Entity, EntityKind, Signal
 
 NODE = Entity(EntityKind.NODE, "n1")

@@ -66,6 +66,17 @@ def test_a_full_disk_is_told_once_and_when_there_is_room_again(proc, bad, kind, 
     assert kinds(monitor.check(4.0)) == [f"{kind}_cleared"]
 
 
+def test_a_disk_at_its_limit_is_not_told_in_turns(proc):
+    now_used = [usage(free_gib=4.9)]
+    monitor = DiskMonitor([Path("/mnt")], "n1", proc, statvfs=lambda path: now_used[0])
+    assert kinds(monitor.check(1.0)) == ["disk_full"]
+    for free_gib in (5.2, 4.9, 5.4):
+        now_used[0] = usage(free_gib=free_gib)
+        assert monitor.check(2.0) == []
+    now_used[0] = usage(free_gib=5.6)
+    assert kinds(monitor.check(3.0)) == ["disk_full_cleared"]
+
+
 def test_a_small_disk_and_one_without_a_size_are_not_full(proc):
     mount(proc)
     for fine in (usage(free_gib=0.5, size_gib=0.5), usage(0, 0, 0, 0)):
