@@ -1,4 +1,4 @@
-"""Storage that the run needs: space, inodes, mounted read-only, gone. Told when it turns.
+"""Storage that the run needs: space, inodes, mounted read-only, unmounted, gone. Told when it turns.
 
 A stat on a hung network mount blocks: who runs the monitors gives each its own time. Does not free anything.
 """
@@ -13,6 +13,8 @@ from ops.monitors.tree import read_text
 from ops.signal import Entity, EntityKind, Signal
 
 StatVfs = Callable[[Path], os.statvfs_result]
+MAX_LIMIT_FRAC = 0.2
+"""Of a small disk a limit in bytes is at most this share."""
 ROOM_AGAIN = 1.1
 """A disk at its limit is not to be told full and in order in turns."""
 OCTAL_ESCAPE = re.compile(r"\\([0-7]{3})")
@@ -39,7 +41,7 @@ class DiskMonitor:
             node: address of this node.
             proc_root: root of a /proc; self/mountinfo is read.
             min_free_frac: told below this share of free space, and of free inodes.
-            min_free_bytes: told below this, whatever the share.
+            min_free_bytes: told below this too, but not above MAX_LIMIT_FRAC of the disk.
             statvfs: as os.statvfs.
         """
         self._paths = list(paths)
@@ -49,13 +51,14 @@ class DiskMonitor:
         self._min_free_bytes = min_free_bytes
         self._statvfs = statvfs
         self._states = States()
+        self._mount_points: dict[Path, str] = {}
 
     def is_supported(self) -> bool:
         """There is a path to watch."""
         return bool(self._paths)
 
     def check(self, now: float) -> list[Signal]:
-        """What turned: disk_full, inodes_full, read_only, storage_unreachable, or the same with _cleared."""
+        """What turned: disk_full, inodes_full, read_only, mount_lost, storage_unreachable, or _cleared."""
         mounts = _mounts(self._proc_root / "self" / "mountinfo")
         return [signal for path in self._paths for signal in self._check_path(path, mounts, now)]
 
@@ -80,10 +83,10 @@ class DiskMonitor:
         # Once full, it takes a little more room to be taken as in order again.
         factor = ROOM_AGAIN if self._states.is_bad((path, "disk_full")) else 1.0
         # A quota or a pseudo file system may show no size at all: nothing can be said.
-        too_full = size_bytes > 0 and (
-            free_bytes < factor * self._min_free_frac * size_bytes
-            or free_bytes < min(factor * self._min_free_bytes, size_bytes)
+        limit_bytes = max(
+            self._min_free_frac * size_bytes, min(self._min_free_bytes, MAX_LIMIT_FRAC * size_bytes)
         )
+        too_full = size_bytes > 0 and free_bytes < factor * limit_bytes
         tell("disk_full", too_full, free_bytes, f"{path}: {free_bytes} of {size_bytes} bytes are free")
         few_inodes = usage.f_files > 0 and usage.f_favail < self._min_free_frac * usage.f_files
         tell(
@@ -94,6 +97,10 @@ class DiskMonitor:
         )
         mount_point = _mount_of(path, mounts)
         if mount_point is not None:
+            # A path whose mount is gone is written to the disk below it, and nobody notices.
+            own = max(mount_point, self._mount_points.get(path, ""), key=len)
+            self._mount_points[path] = own
+            tell("mount_lost", mount_point != own, None, f"{path}: lies on {mount_point}, lay on {own}")
             is_read_only = mounts[mount_point]
             state = "read-only" if is_read_only else "writable"
             tell("read_only", is_read_only, None, f"{path}: {mount_point} is mounted {state}")

@@ -1,5 +1,10 @@
 """Kills and limits of control groups, versions 2 and 1, in trees like /sys/fs/cgroup."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from ops.monitors.cgroup_memory import CgroupMemoryMonitor
@@ -125,6 +130,42 @@ def test_no_control_groups(tmp_path):
     monitor = CgroupMemoryMonitor("n1", dict, tmp_path, tmp_path)
     assert not monitor.is_supported()
     assert monitor.check(0.0) == []
+
+
+@pytest.fixture
+def small_group():
+    """A real group below our own, with room for 40 MiB."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    paths = {line.split(":", 2)[1]: line.split(":", 2)[2].strip("/") for line in lines}
+    mount, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+    if "memory" not in paths:
+        mount, limit = Path("/sys/fs/cgroup"), "memory.max"
+    group = mount / paths.get("memory", paths.get("", "")) / f"packtrain_test_{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"control groups cannot be made here: {error}")
+    try:
+        (group / limit).write_text(str(40 << 20))
+        yield group
+    except OSError as error:
+        pytest.skip(f"control groups have no memory limit here: {error}")
+    finally:
+        group.rmdir()
+
+
+def test_a_real_kill(small_group):
+    hog = "import sys; sys.stdin.readline(); x = [bytearray(1 << 20) for _ in range(400)]"
+    with subprocess.Popen([sys.executable, "-c", hog], stdin=subprocess.PIPE) as process:
+        (small_group / "cgroup.procs").write_text(str(process.pid))
+        monitor = CgroupMemoryMonitor("n1", lambda: {process.pid: 3})
+        assert monitor.check(0.0) == []
+        process.communicate(b"go\n", timeout=30)
+    if process.returncode == 0:
+        pytest.skip("the kernel let it have more than its limit: swap")
+    assert process.returncode == -9
+    told = {(s.kind, str(s.entity)) for s in monitor.check(1.0)}
+    assert ("oom_kill", "rank 3 (node n1)") in told
 
 
 def test_the_real_ones():

@@ -1,7 +1,8 @@
 """Disks and shared memory: full, out of inodes, read-only, gone; and in order again."""
 
 import errno
-import os
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,7 +80,7 @@ def test_a_disk_at_its_limit_is_not_told_in_turns(proc):
 
 def test_a_small_disk_and_one_without_a_size_are_not_full(proc):
     mount(proc)
-    for fine in (usage(free_gib=0.5, size_gib=0.5), usage(0, 0, 0, 0)):
+    for fine in (usage(free_gib=0.15, size_gib=0.5), usage(0, 0, 0, 0)):
         assert DiskMonitor([Path("/mnt")], "n1", proc, statvfs=lambda path, fine=fine: fine).check(1.0) == []
 
 
@@ -120,12 +121,46 @@ def test_a_mount_that_went_stale(proc):
     assert kinds(monitor.check(3.0)) == ["storage_unreachable_cleared"]
 
 
+def test_a_mount_that_is_lost(proc):
+    mount(proc)
+    monitor = DiskMonitor([Path("/mnt/my data/run")], "n1", proc, statvfs=lambda path: usage())
+    assert monitor.check(1.0) == []
+    everything = (proc / "self" / "mountinfo").read_text()
+    (proc / "self" / "mountinfo").write_text(everything.replace("/mnt/my", "/mnt/other"))
+    (signal,) = monitor.check(2.0)
+    assert (signal.kind, signal.text) == ("mount_lost", "/mnt/my data/run: lies on /mnt, lay on /mnt/my data")
+    mount(proc)
+    assert kinds(monitor.check(3.0)) == ["mount_lost_cleared"]
+
+
+def run(*command):
+    """Needs the rights of root."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        pytest.skip(f"{command[0]} is not allowed here: {ended.stderr.strip()}")
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount(8)")
+def test_a_real_mount_fills_turns_read_only_and_goes(tmp_path):
+    run("mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path)
+    try:
+        monitor = DiskMonitor([tmp_path], "n1", min_free_frac=0.1)
+        assert monitor.check(0.0) == []
+        (tmp_path / "file").write_bytes(bytes(1_000_000))
+        assert kinds(monitor.check(1.0)) == ["disk_full"]
+        (tmp_path / "file").unlink()
+        run("mount", "-o", "remount,ro", tmp_path)
+        assert kinds(monitor.check(2.0)) == ["disk_full_cleared", "read_only"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=False)
+    assert kinds(monitor.check(3.0)) == ["mount_lost", "read_only_cleared"]
+
+
 def test_the_real_file_system(tmp_path):
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     calm = DiskMonitor([tmp_path], "n1", min_free_frac=0.0, min_free_bytes=0)
     assert calm.is_supported()
     assert calm.check(1.0) == []
-    strict = DiskMonitor([tmp_path, tmp_path / "none"], "n1", min_free_frac=0.0, min_free_bytes=free * 2)
+    strict = DiskMonitor([tmp_path, tmp_path / "none"], "n1", min_free_frac=1.01)
     assert kinds(strict.check(1.0)) == ["disk_full", "storage_unreachable"]
 
 
