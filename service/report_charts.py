@@ -1,4 +1,4 @@
-"""The report's two drawings as SVG text: the loss curve with its marks, and the run's time as one bar.
+"""The report's drawings as SVG text: the loss curve with its marks, the time as one bar, ETTR by the hour.
 
 Coordinates are pixels of a view box 1120 wide; colours are CSS classes of the page, see report_html.py.
 """
@@ -16,6 +16,8 @@ PLOT_TOP, PLOT_HEIGHT = 34, 300
 MAX_POINTS = 1500
 """Points that are drawn of a curve; of more, each stretch shows its lowest and highest, so spikes stay."""
 MAX_SEGMENTS = 2000
+MIN_ETTR_POINTS = 3
+"""A run of a few minutes has no curve of hours."""
 
 
 def loss_chart(report: Report) -> str:
@@ -95,6 +97,28 @@ def timeline(report: Report) -> str:
     )
     parts.append(f'<text x="{LEFT - 8}" y="{top + height / 2 + 4}" text-anchor="end">phase</text>')
     parts.append(f'<text x="{LEFT - 8}" y="{top - 26}" text-anchor="end">ranks</text></svg>')
+    return "\n".join(parts)
+
+
+def ettr_chart(report: Report) -> str:
+    """ETTR over the hour before each moment, below the timeline and on its scale; nothing for a short run."""
+    points = [point for point in report.ettr_hours if point.frac is not None]
+    if len(points) < MIN_ETTR_POINTS:
+        return ""
+    goodput, height = report.goodput, 110
+    x_of = _Scale((goodput.start_us, goodput.end_us), LEFT, WIDTH - RIGHT)
+    y_of = _Scale((0.0, 1.0), PLOT_TOP + height, PLOT_TOP)
+    parts = [_open("ETTR over a sliding hour", PLOT_TOP + height + 24)]
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = y_of(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:.0%}</text>')
+    line = " ".join(f"{x_of(point.at * 1e6):.1f},{y_of(point.frac or 0.0):.1f}" for point in points)
+    parts.append(f'<polyline class="train" points="{line}"/>')
+    parts.append(
+        f'<text class="axis" x="{(LEFT + WIDTH) / 2}" y="{PLOT_TOP - 14}" text-anchor="middle">'
+        "ETTR: steps that counted as a share of the hour before (of the run, in its first hour)</text></svg>"
+    )
     return "\n".join(parts)
 
 

@@ -15,7 +15,7 @@ from ops.losses import IncidentBill
 from ops.report import CheckpointNote, Report
 from ops.tracking.params import masked_spec
 from service.progress import duration_text
-from service.report_charts import loss_chart, timeline
+from service.report_charts import ettr_chart, loss_chart, timeline
 from service.report_png import draw_loss_png
 from service.report_style import PHASE_COLOURS, PHASE_WORDS, STYLE
 
@@ -45,7 +45,7 @@ def render_html(report: Report) -> str:
         f'<div class="quiet">{_span_words(report)}</div>{notes}',
         _tiles(report),
         f"<section><h2>Loss</h2>{_curve_keys(report)}{loss_chart(report)}</section>",
-        f"<section><h2>Time</h2>{timeline(report)}</section>",
+        f"<section><h2>Time</h2>{timeline(report)}{ettr_chart(report)}</section>",
         f"<section><h2>Goodput by phase</h2>{_phases(report)}</section>",
         f"<section><h2>Incidents</h2>{_incidents(report.bills)}</section>",
         f"<section><h2>Checkpoints</h2>{_checkpoints(report)}</section>",

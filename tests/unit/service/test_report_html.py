@@ -124,6 +124,22 @@ def test_the_page_shows_curve_incidents_phases_and_checkpoints(run_dir):
     assert len(heights) == 6
 
 
+def test_a_long_run_shows_its_ettr_by_the_hour_and_a_short_one_does_not(run_dir, tmp_path):
+    assert "sliding hour" not in render_html(build_report(run_dir))
+    long, ledger = make_run(tmp_path / "long", tiny_spec(tmp_path / "long"), "FINISHED")
+    ledger.write("run_created", at=0.0)
+    ledger.write("attempt_started", at=0.0, attempt=0, world_size=2)
+    ledger.write("ranks_started", at=0.0, attempt=0, generation=0)
+    ledger.write("restored", at=3600.0, attempt=0, generation=0, step=0, load_s=0)
+    MetricsWriter(long / "metrics.jsonl", 0, 0).write_step(step_record(1, step_time_s=7200.0), at=10_800.0)
+    ledger.write("run_ended", at=10_800.0, status="FINISHED")
+    chart = render_html(build_report(long)).partition("ETTR over a sliding hour")[2].partition("</svg>")[0]
+    heights = [float(pair.split(",")[1]) for pair in chart.partition('points="')[2].partition('"')[0].split()]
+    assert heights[0] == 144.0  # nothing counted in the first minutes
+    assert heights[-1] == 34.0  # all of the last hour did
+    assert heights == sorted(heights, reverse=True)
+
+
 def test_the_picture_shows_the_curve(run_dir):
     report = build_report(run_dir)
     write_report_files(report, run_dir)
