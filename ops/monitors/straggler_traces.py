@@ -67,15 +67,21 @@ def judge_what_if(
     total = float(result["blocking_slowdown"]) - 1.0
     if total < threshold:
         return None
+    meta = result["job_meta"]
+    n_stages, n_replicas = int(meta["pp_size"]), int(meta["dp_size"])
     replica, replica_share = _stands_alone(result["blocking_decompose_by_dp_rank"], total)
     stage, stage_share = _stands_alone(result["blocking_decompose_by_stage"], total)
-    meta = result["job_meta"]
-    n_stages = int(meta["pp_size"])
     worker_share = min(replica_share, stage_share) if n_stages > 1 else replica_share
+    if n_stages == 1:
+        stage_share = 0.0
+    if n_replicas == 1:
+        # A slow rank and a stage with much to do look the same here.
+        worker_share, stage_share = 0.0, min(stage_share, HALF)
+    is_alone = worker_share >= HALF
     if fixed_workers is not None:
-        worker_share = (worker_share + min(1.0, fixed_workers["Mw"])) / 2
-    if fixed_stage is not None and stage == n_stages - 1:
-        stage_share = (stage_share + min(1.0, fixed_stage["Ms"])) / 2
+        worker_share = max(0.0, min(1.0, fixed_workers["Mw"]))
+    if fixed_stage is not None and stage == n_stages - 1 and n_replicas > 1:
+        stage_share = (stage_share + max(0.0, min(1.0, fixed_stage["Ms"]))) / 2
     op, op_share = _dearest_operation(result["blocking_decompose_by_optype"], total)
     shares = {Cause.WORKER: worker_share, Cause.STAGE: min(stage_share, 1.0 - worker_share)}
     if op == "gc":
@@ -87,12 +93,12 @@ def judge_what_if(
         cause, confidence = Cause.SEQUENCE, 1.0 - max(shares.values())
     else:
         cause, confidence = Cause.COMMUNICATION, min(1.0, op_share)
-    is_worker = cause is Cause.WORKER
+    is_worker = cause is Cause.WORKER and is_alone
     names_stage = is_worker or cause is Cause.STAGE
     tp = int(meta["tp_size"])
     first = (replica * n_stages + stage) * tp
     place = {
-        Cause.WORKER: f"replica {replica}, stage {stage}",
+        Cause.WORKER: f"replica {replica}, stage {stage}" if is_alone else "a few workers",
         Cause.STAGE: f"stage {stage} on all replicas",
         Cause.SEQUENCE: "the passes of no one rank or stage",
     }.get(cause, op)

@@ -67,6 +67,28 @@ def test_what_if_without_a_slow_part():
     assert judge_what_if(what_if([1.0, 1.01], [1.0], {"gc": 1.0}, total=1.02)) is None
 
 
+COMPUTE = {"forward-compute": 1.15, "backward-compute": 1.2, "gc": 1.0}
+
+
+def test_what_if_names_no_worker_or_stage_that_has_no_mates():
+    one_stage = judge_what_if(what_if([1.2, 1.21, 1.19, 1.2], [1.4], COMPUTE, total=1.4))
+    assert one_stage.cause is Cause.SEQUENCE
+    one_replica = judge_what_if(what_if([1.4], [1.0, 1.38], COMPUTE, total=1.4))
+    assert (one_replica.cause, one_replica.stage, one_replica.confidence) == (Cause.STAGE, 1, 0.5)
+
+
+def test_what_if_with_one_stage_names_the_slow_replicas_ranks():
+    found = judge_what_if(what_if([1.01, 1.5, 1.0], [1.5], COMPUTE, total=1.5))
+    assert (found.cause, found.ranks) == (Cause.WORKER, (2, 3))
+
+
+def test_what_if_with_several_slow_workers_says_so_and_names_none():
+    """Two replicas slow: neither stands alone, but the slowdown goes with a few workers put right."""
+    result = what_if([1.4, 1.4, 1.0, 1.0], [1.4, 1.4], COMPUTE, total=1.4)
+    found = judge_what_if(result, {"Mw": 0.97}, {"Ms": 0.3})
+    assert (found.cause, found.ranks, found.replica) == (Cause.WORKER, (), None)
+
+
 Slowness = Callable[[int, int, int], float]
 
 
