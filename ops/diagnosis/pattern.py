@@ -7,14 +7,14 @@ log is decided in evidence.py.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from jobs.errors import PacktrainError
-from ops.diagnosis.required_text import required_text
+from ops.diagnosis.required_text import required_texts
 from ops.diagnosis.verdict import Role
 from ops.incident import FailureClass
 from ops.signal import EntityKind
@@ -81,8 +81,13 @@ class Pattern:
     """A root that victims of another one print too: it holds only where no other root is found."""
     advice: str = ""
     repeated: Repeated | None = None
-    needs: str = ""
-    """Lower-case text without which the regex cannot match; empty where there is none."""
+    needs: frozenset[str] = frozenset()
+    """Lower-case texts one of which is in whatever the regex matches; empty where that is not sure."""
+
+
+_DIGITS: Final = re.compile(r"\d+")
+MAX_SHAPES: Final = 20_000
+"""Different lines, but for numbers, that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,38 @@ class Registry:
     ignored: tuple[re.Pattern[str], ...]
     """Cut out of a line before it is looked at."""
 
+    def candidates(self, text: str) -> list[Pattern]:
+        """The patterns that can match a text, in order: far fewer than all."""
+        lower = text.lower()
+        plain, numbered = self._by_text
+        shape = _DIGITS.sub("0", lower)
+        places = self._by_shape.get(shape)
+        if places is None:
+            places = {place for needed, found in plain.items() if needed in shape for place in found}
+            if len(self._by_shape) < MAX_SHAPES:
+                self._by_shape[shape] = places
+        places = places | {place for needed, found in numbered.items() if needed in lower for place in found}
+        return [self.patterns[place] for place in sorted(places)]
+
+    @cached_property
+    def _by_text(self) -> tuple[Mapping[str, list[int]], Mapping[str, list[int]]]:
+        """Places of the patterns that need a text, by that text: texts without digits, and those with."""
+        plain: dict[str, list[int]] = {}
+        numbered: dict[str, list[int]] = {}
+        for place, pattern in enumerate(self.patterns):
+            for text in pattern.needs or {""}:
+                (numbered if _DIGITS.search(text) else plain).setdefault(text, []).append(place)
+        return plain, numbered
+
+    @cached_property
+    def _by_shape(self) -> dict[str, set[int]]:
+        """What was found for texts that are equal but for their numbers: most lines of a log are."""
+        return {}
+
+    def repeated(self, pattern_id: str) -> Repeated | None:
+        """What the row of that id becomes when its text comes again; None for most."""
+        return next((p.repeated for p in self.patterns if p.id == pattern_id), None)
+
     def without_ignored(self, text: str) -> str:
         """The text without the sentences that are evidence of nothing."""
         for regex in self.ignored:
@@ -100,6 +137,8 @@ class Registry:
         return text
 
 
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, ten times as fast, where it is there."""
 _REQUIRED: Final = frozenset({"id", "class", "role", "regex"})
 _OPTIONAL: Final = frozenset(
     {"blames", "source", "action", "runbook", "confidence", "yields", "advice", "repeated", "disabled"}
@@ -152,14 +191,14 @@ def _pattern(row: Mapping[str, Any], source: Path) -> Pattern:
         yields=yields,
         advice=str(row.get("advice", "")),
         repeated=again,
-        needs=required_text(row["regex"]),
+        needs=required_texts(row["regex"]),
     )
 
 
 def _rows(path: Path, key: str) -> list[dict[str, Any]]:
     """The rows under a key of a file of patterns."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PacktrainError(f"{path}: cannot be read as patterns: {error}") from error
     if not isinstance(tree, dict) or set(tree) - {"patterns", "ignored", "xids"}:
@@ -202,7 +241,7 @@ def with_overrides(registry: Registry, paths: Iterable[Path]) -> Registry:
             if place is None:
                 new.append(_pattern(row, path))
             elif row.get("disabled"):
-                patterns[place] = replace(patterns[place], regex=_NEVER, needs="")
+                patterns[place] = replace(patterns[place], regex=_NEVER)
             else:
                 patterns[place] = _changed(patterns[place], row, path)
         for row in _rows(path, "ignored"):

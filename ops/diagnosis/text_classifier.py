@@ -2,7 +2,8 @@
 
 A line is matched without its prefixes, and never where it only talks about a failure: source quoted in a
 traceback, comments, dumps of arguments, "if ... happens", and the sentences that libraries add to any error.
-Weighs nothing against anything but within one line: evidence.py does.
+Lines of a kernel in it are read by kernel_log.py. Weighs nothing against anything but within one line:
+evidence.py does.
 """
 
 import re
@@ -10,15 +11,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ops.diagnosis.kernel_log import diagnose_kernel_log
 from ops.diagnosis.log_lines import LogLine, split_log
-from ops.diagnosis.pattern import Pattern, Registry, shipped_registry
+from ops.diagnosis.pattern import SUGGESTED_ACTION, Pattern, Registry, shipped_registry
 from ops.diagnosis.verdict import UNKNOWN_ENTITY, Role, Verdict
 from ops.incident import FailureClass
 from ops.signal import Entity, EntityKind
 
 MAX_EVIDENCE_CHARS: Final = 500
+ROOT_WEIGHT: Final = 3
+"""A finding that weighs as much or more can be where it began."""
 HINT: Final = 0.3
 """An ambiguous line below this confidence weighs no more than what a victim prints."""
+GENERAL: Final = frozenset({"exception-of-the-program", "runtime-error-of-the-program", "python-value-error"})
+"""Rows that know an exception by its type alone."""
+_VARYING: Final = re.compile(r"\[\d+\]|\bpid[ =:]\d+|\b\d{4}-\d\d-\d\d\S*")
 _KINDS: Final = frozenset(kind.value for kind in EntityKind)
 
 _TALK: Final = re.compile(
@@ -51,40 +58,27 @@ _CHECKPOINT_FRAMES: Final = re.compile(
 
 @dataclass(frozen=True)
 class Finding:
-    """One line that is evidence, by one pattern."""
+    """One line that is evidence, and what follows from it alone."""
 
     line: LogLine
-    pattern: Pattern
-    culprit: Entity
-    failure_class: FailureClass
-    role: Role
-    confidence: float
+    verdict: Verdict
+    yields: bool = False
+    """A root that victims of another one print too."""
 
     @property
     def weight(self) -> int:
         """How much it counts against other evidence of the same log: roots, confirmations, the rest."""
-        if self.role is Role.ROOT:
-            return 3 if self.pattern.yields else 5
-        if self.role is Role.AMBIGUOUS and self.confidence < HINT:
+        role = self.verdict.role
+        if role is Role.ROOT:
+            return ROOT_WEIGHT if self.yields else 5
+        if role is Role.AMBIGUOUS and self.verdict.confidence < HINT:
             return 1
-        return {Role.CONFIRMATION: 4, Role.AMBIGUOUS: 2, Role.CASCADE: 1}.get(self.role, 0)
+        return {Role.CONFIRMATION: 4, Role.AMBIGUOUS: 2, Role.CASCADE: 1}.get(role, 0)
 
     @property
-    def verdict(self) -> Verdict:
-        """What follows from this line alone."""
-        pattern = self.pattern
-        same = self.failure_class is pattern.failure_class
-        return Verdict(
-            failure_class=self.failure_class,
-            role=self.role,
-            culprit=self.culprit,
-            action=pattern.action,
-            confidence=self.confidence,
-            evidence=self.line.raw.strip()[:MAX_EVIDENCE_CHARS],
-            runbook=pattern.runbook if same else self.failure_class.value,
-            advice=pattern.advice,
-            pattern=pattern.id,
-        )
+    def is_known(self) -> bool:
+        """It names a class."""
+        return self.verdict.failure_class is not FailureClass.UNKNOWN
 
 
 def find_all(
@@ -98,47 +92,63 @@ def find_all(
         origin: whose log it is, where that is known: blamed where a line names nobody.
     """
     rows = registry or shipped_registry()
-    found = [finding for line in split_log(lines) if (finding := find_in(line, rows, origin)) is not None]
-    return _with_repeats(found)
+    told = [line for line in split_log(lines) if tells(line)]
+    found = [finding for line in told if (finding := find_in(line, rows, origin)) is not None]
+    found = _with_repeats(found, rows)
+    changed = {f.verdict.pattern for f in found if rows.repeated(f.verdict.pattern)}
+    kernel = [
+        f
+        for f in _kernel_findings(told, origin)
+        if not (changed and f.verdict.pattern.startswith("segfault"))
+    ]
+    by_kernel = {f.line.number for f in kernel}
+    texts = [f for f in found if f.verdict.pattern in changed or f.line.number not in by_kernel]
+    return sorted([*texts, *kernel], key=lambda f: f.line.number)
+
+
+def tells(line: LogLine) -> bool:
+    """The line says that something happened: it is no source, comment, dump of arguments or debug output."""
+    if line.is_code or line.level in ("DEBUG", "TRACE") or not line.body.strip():
+        return False
+    return _TALK.match(line.body) is None
 
 
 def find_in(line: LogLine, registry: Registry, origin: Entity = UNKNOWN_ENTITY) -> Finding | None:
     """What one line is evidence of; None for most lines."""
-    if line.is_code or line.level in ("DEBUG", "TRACE") or not line.body.strip() or _TALK.match(line.body):
-        return None
     text = registry.without_ignored(line.body).strip()
-    lower = text.lower()
     best: Finding | None = None
-    for pattern in registry.patterns:
-        if pattern.needs and pattern.needs not in lower:
-            continue
+    for pattern in registry.candidates(text):
         match = pattern.regex.search(text)
         if match is None or _CONDITION.search(text, 0, match.start()):
             continue
-        finding = _finding(line, text, pattern, match, origin)
-        if finding.role is Role.BENIGN:
+        finding = Finding(line, _verdict(line, text, pattern, match, origin), pattern.yields)
+        if pattern.role is Role.BENIGN:
             return finding
-        if best is None or _order(finding) > _order(best):
+        if best is None or (finding.weight, finding.is_known) > (best.weight, best.is_known):
             best = finding
     return best and _by_frames(best)
 
 
-def _order(finding: Finding) -> tuple[int, bool]:
-    return finding.weight, finding.failure_class is not FailureClass.UNKNOWN
-
-
-def _finding(line: LogLine, text: str, pattern: Pattern, match: re.Match[str], origin: Entity) -> Finding:
-    culprit = _culprit(line, text, pattern, match, origin)
-    return Finding(line, pattern, culprit, pattern.failure_class, pattern.role, pattern.confidence)
+def _verdict(line: LogLine, text: str, pattern: Pattern, match: re.Match[str], origin: Entity) -> Verdict:
+    return Verdict(
+        failure_class=pattern.failure_class,
+        role=pattern.role,
+        culprit=_culprit(line, text, pattern, match, origin),
+        action=pattern.action,
+        confidence=pattern.confidence,
+        evidence=line.raw.strip()[:MAX_EVIDENCE_CHARS],
+        runbook=pattern.runbook,
+        advice=pattern.advice,
+        pattern=pattern.id,
+    )
 
 
 def _culprit(line: LogLine, text: str, pattern: Pattern, match: re.Match[str], origin: Entity) -> Entity:
     """Who is to blame: named by the pattern, else by the kind that it blames, else whose log it is."""
     for name, value in match.groupdict().items():
-        kind = name.rstrip("0123456789")
-        if value and kind in _KINDS:
-            node = line.node if kind != EntityKind.NODE else ""
-            return Entity(EntityKind(kind), value, node)
+        kind_name = name.rstrip("0123456789")
+        if value and kind_name in _KINDS:
+            return Entity(EntityKind(kind_name), value, "" if kind_name == EntityKind.NODE else line.node)
     kind = pattern.blames
     if kind is EntityKind.JOB:
         return Entity(EntityKind.JOB, "")
@@ -153,33 +163,64 @@ def _culprit(line: LogLine, text: str, pattern: Pattern, match: re.Match[str], o
     return origin if kind is not EntityKind.UNKNOWN else UNKNOWN_ENTITY
 
 
+def _reclassed(verdict: Verdict, failure_class: FailureClass, role: Role, confidence: float) -> Verdict:
+    return replace(
+        verdict,
+        failure_class=failure_class,
+        role=role,
+        confidence=confidence,
+        action=SUGGESTED_ACTION[failure_class],
+        runbook=failure_class.value,
+    )
+
+
 def _by_frames(finding: Finding) -> Finding:
     """A general exception takes its class from the library whose frames its traceback ends in."""
     last = finding.line.frames[-3:]
     if not last or finding.weight > 3:
         return finding
     if any(_TRACKER_FRAMES.search(file) for file in last):
-        return replace(finding, failure_class=FailureClass.TRACKING, role=Role.ROOT, confidence=0.7)
-    if finding.pattern.id.startswith("exception-of") and any(_CHECKPOINT_FRAMES.search(f) for f in last):
-        return replace(finding, failure_class=FailureClass.UNKNOWN, role=Role.AMBIGUOUS, confidence=0.4)
+        verdict = _reclassed(finding.verdict, FailureClass.TRACKING, Role.ROOT, 0.7)
+        return replace(finding, verdict=verdict, yields=True)
+    if finding.verdict.pattern in GENERAL and any(_CHECKPOINT_FRAMES.search(file) for file in last):
+        return replace(
+            finding, verdict=_reclassed(finding.verdict, FailureClass.UNKNOWN, Role.AMBIGUOUS, 0.4)
+        )
     return finding
 
 
-_VARYING: Final = re.compile(r"\[\d+\]|\bpid[ =:]\d+")
-
-
-def _with_repeats(found: Sequence[Finding]) -> list[Finding]:
+def _with_repeats(found: Sequence[Finding], registry: Registry) -> list[Finding]:
     """Findings of rows that change when the same text comes again, changed."""
-    counts: dict[tuple[str, str], int] = {}
-    for finding in found:
-        if finding.pattern.repeated is not None:
-            key = (finding.pattern.id, _VARYING.sub("", finding.line.body))
-            counts[key] = counts.get(key, 0) + 1
+    keys = [(f.verdict.pattern, _VARYING.sub("", f.line.body)) for f in found]
     result: list[Finding] = []
-    for finding in found:
-        again = finding.pattern.repeated
-        key = (finding.pattern.id, _VARYING.sub("", finding.line.body))
-        if again is not None and counts.get(key, 0) >= again.times:
-            finding = replace(finding, failure_class=again.failure_class, role=again.role, confidence=0.6)
+    for finding, key in zip(found, keys, strict=True):
+        again = registry.repeated(finding.verdict.pattern)
+        if again is not None and keys.count(key) >= again.times:
+            finding = replace(
+                finding, verdict=_reclassed(finding.verdict, again.failure_class, again.role, 0.6)
+            )
         result.append(finding)
     return result
+
+
+def _kernel_findings(lines: Sequence[LogLine], origin: Entity) -> list[Finding]:
+    """What the lines of a kernel among them say, each group of lines at its first."""
+    node = origin.name if origin.kind is EntityKind.NODE else ""
+    places: dict[str, LogLine] = {}
+    for line in lines:
+        places.setdefault(line.raw.rstrip(), line)
+    found: list[Finding] = []
+    for verdict in diagnose_kernel_log([line.raw for line in lines], node):
+        texts = [text for text in places if verdict.evidence.startswith(text)]
+        line = places[max(texts, key=len)]
+        found.append(Finding(line, _of_nobody(verdict)))
+    return found
+
+
+def _of_nobody(verdict: Verdict) -> Verdict:
+    """A program is suspected only where the driver names a process; ambiguous is never sure."""
+    if verdict.role is not Role.AMBIGUOUS:
+        return verdict
+    if verdict.failure_class is FailureClass.USER_CODE and "pid='<unknown>'" in verdict.evidence:
+        return replace(verdict, failure_class=FailureClass.UNKNOWN, confidence=0.4)
+    return replace(verdict, confidence=min(verdict.confidence, 0.45))
