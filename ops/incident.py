@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ops.signal import Entity
+
 
 class FailureClass(StrEnum):
     """The one vocabulary of failure classes."""
@@ -15,6 +17,7 @@ class FailureClass(StrEnum):
     STORAGE = "storage"
     CORRUPT_CHECKPOINT = "corrupt_checkpoint"
     HANG = "hang"
+    STRAGGLER = "straggler"
     PREEMPTION = "preemption"
     USER_CODE = "user_code"
     CONFIGURATION = "configuration"
@@ -24,6 +27,18 @@ class FailureClass(StrEnum):
     WORKER_KILLED = "worker_killed"
     BENIGN = "benign"
     UNKNOWN = "unknown"
+
+
+class Nature(StrEnum):
+    """What the policy has to know of a failure beside its class."""
+
+    CLEAR = "clear"
+    AMBIGUOUS = "ambiguous"
+    """A bad chip and bad code look the same (Xid 13, 31, 32, 43, 69, 109): what it follows will tell."""
+    CONTAINED = "contained"
+    """The hardware dealt with it and is good for more (Xid 63, 92, 94)."""
+    FABRIC = "fabric"
+    """It takes in all nodes of a failure domain: an NVSwitch, a rack."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,15 @@ class Incident:
     """Wall clock (unix seconds) of the first sign of it."""
     detected_at: float
     """Wall clock (unix seconds) when this verdict was reached."""
+    entity: Entity | None = None
+    """The culprit as a value, where it is known as one; else its text is all there is."""
+    nature: Nature = Nature.CLEAR
+    symptom: str = ""
+    """What was seen, more exactly than the class: "xid 79"."""
+    detector: str = ""
+    """Name of the monitor or detector whose word it is; empty where a process ended by itself."""
+    generation: tuple[int, int] | None = None
+    """(attempt, generation) of the ranks that it happened to, where known: no set of ranks fails twice."""
 
     @property
     def fingerprint(self) -> str:

@@ -8,13 +8,27 @@ both take out the last node that the breaker allows. What changes mean is in qua
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jobs.errors import PacktrainError
+from ops.decision import Decision
 from ops.durable import describe_os_error
+from ops.incident import Incident
 from ops.ledger import JsonLinesWriter, Tail
-from ops.quarantine import Fleet, NodeChange, apply_change, change_from_json, fold
+from ops.quarantine import (
+    DEFAULT_RULES,
+    ChangeKind,
+    Cluster,
+    Fleet,
+    NodeChange,
+    Owner,
+    QuarantineRules,
+    apply_change,
+    change_from_json,
+    fold,
+    strike,
+)
 
 BOOK_FILE = "nodes.jsonl"
 """Name in the folder of runs (run.storage)."""
@@ -42,7 +56,7 @@ class NodeBook:
         """The standing of all nodes."""
         return fold(self.changes())
 
-    def change(self, plan: Callable[[Fleet], Sequence[NodeChange]]) -> Fleet:
+    def change(self, plan: Callable[[Fleet], Iterable[NodeChange]]) -> Fleet:
         """Ask `plan` what to change, given the standing, and write it down before anybody else can.
 
         Blocks while another process does the same.
@@ -65,6 +79,30 @@ class NodeBook:
                     raise NodeBookError(f"{self.path} could not be extended: is the disk full or read-only?")
             return fleet
 
+    def strike(
+        self, strikes: Sequence[NodeChange], cluster: Cluster, rules: QuarantineRules = DEFAULT_RULES
+    ) -> tuple[Fleet, list[str]]:
+        """Write strikes down, and the cordons that they lead to.
+
+        Returns:
+            The standing afterwards, and what the breaker refused.
+
+        Raises:
+            NodeBookError: the file cannot be written; it then holds none or some of the changes.
+        """
+        refusals = []
+
+        def plan(fleet: Fleet) -> Iterator[NodeChange]:
+            for one in strikes:
+                changes, refused = strike(fleet, one, cluster, rules)
+                for change in changes:
+                    fleet = apply_change(fleet, change)
+                    yield change
+                if refused is not None:
+                    refusals.append(refused)
+
+        return self.change(plan), refusals
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:
@@ -79,3 +117,30 @@ class NodeBook:
             yield
         finally:
             os.close(handle)
+
+
+def strikes_of(decision: Decision, incident: Incident, run: str, n_nodes: int) -> list[NodeChange]:
+    """What a decision holds against nodes, as changes of the book. Pure.
+
+    Args:
+        decision: made by the policy.
+        incident: what it was made about.
+        run: run id.
+        n_nodes: nodes that the run was on.
+    """
+    symptom = incident.symptom or incident.failure_class.value
+    reason = next((line.strip() for line in incident.evidence.splitlines() if line.strip()), symptom)
+    return [
+        NodeChange(
+            incident.detected_at,
+            node,
+            ChangeKind.STRIKE,
+            Owner.POLICY,
+            reason[:300],
+            weight,
+            symptom,
+            run,
+            n_nodes,
+        )
+        for node, weight in decision.strikes
+    ]
