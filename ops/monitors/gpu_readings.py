@@ -88,7 +88,8 @@ class GpuReading:
     `values` holds COUNTERS and FLAGS, and levels: temperature_c, temperature_limit_c, memory_temperature_c,
     memory_temperature_limit_c, power_w, power_limit_w, power_limit_default_w, sm_clock_mhz, sm_clock_max_mhz,
     pstate, utilization_frac, pcie_gen, pcie_gen_max, pcie_width, pcie_width_max, sram_uncorrected_aggregate,
-    nvlink_active/N (1 or 0), memory_used_bytes, memory_size_bytes.
+    nvlink_active/N (1 or 0), nvlinks_down (1: not one is up), nvlink_gbyte_per_s/N,
+    memory_used_bytes, memory_size_bytes.
     """
 
     uuid: str
@@ -184,6 +185,9 @@ class GpuChanges:
                     found += self._turn(reading.uuid, kind, value == code, code, text, now, part=action)
             elif kind in FLAGS:
                 found += self._turn(reading.uuid, kind, value != 0, value, f"{kind} is {value:.0f}", now)
+            elif kind == "nvlinks_down":  # A card without a bridge has never had one up.
+                text = "no NVLink is up" if value else "NVLinks are up"
+                found += self._turn(reading.uuid, kind, value != 0, value, text, now, first=False)
             elif kind == "nvlink_active":
                 # A link that was never up may lead nowhere.
                 text = f"NVLink {link} is {'up' if value else 'down'}"
@@ -212,6 +216,11 @@ class GpuChanges:
             value, best = values.get(kind), values.get(f"{kind}_max")
             if value and best and now_counts:
                 turn(f"{kind}_low", value < best, value, f"PCIe {unit}: {value:g} of {best:g}")
+        speeds = {key: value for key, value in values.items() if key.startswith("nvlink_gbyte_per_s/")}
+        for key, value in speeds.items():
+            link, best = key.partition("/")[2], max(speeds.values())
+            text = f"NVLink {link}: {value:g} GB/s, others {best:g} GB/s"
+            found += self._turn(reading.uuid, "nvlink_slow", value < best, value, text, now, part=link)
         limit_w, default_w = values.get("power_limit_w"), values.get("power_limit_default_w")
         if limit_w and default_w:
             text = f"held at {limit_w:g} W, its default is {default_w:g} W"

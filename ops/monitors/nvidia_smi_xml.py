@@ -5,15 +5,17 @@ What the report calls N/A, deprecated or unknown is absent from the reading. Rea
 
 import re
 import subprocess
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from ops.monitors.changes import States
 from ops.monitors.gpu_readings import GpuChanges, GpuProcess, GpuReading, pci_address
+from ops.monitors.nvlink_status import parse_nvlink_status
 from ops.signal import Entity, EntityKind, Signal
 
 COMMAND = ("nvidia-smi", "-q", "-x")
+LINKS_COMMAND = ("nvidia-smi", "nvlink", "-s")
 TIMEOUT_S = 30.0
 QUANTITY = re.compile(r"(-?\d+(?:\.\d+)?)\s*(%|x|C|W|MHz|MiB|us)?")
 NO_HANDLE = re.compile(
@@ -143,6 +145,7 @@ class NvidiaSmiMonitor:
         node: str,
         run: Callable[[], str] | None = None,
         own_pids: Callable[[], Collection[int]] | None = None,
+        run_links: Callable[[], str] | None = None,
     ) -> None:
         """Remember whom to watch.
 
@@ -150,9 +153,13 @@ class NvidiaSmiMonitor:
             node: address of this node.
             run: gives the tool's output, both streams; raises OSError where there is no tool. None: run it.
             own_pids: processes that may be on the GPUs; None: whose they are is not asked.
+            run_links: gives the output of `nvidia-smi nvlink`; None: run it too where `run` is None.
         """
         self._entity = Entity(EntityKind.NODE, node)
         self._run = run or run_nvidia_smi
+        self._run_links = run_links
+        if run is None and run_links is None:
+            self._run_links = lambda: run_nvidia_smi(LINKS_COMMAND)
         self._own_pids = own_pids
         self._changes = GpuChanges(self.name, node)
         self._states = States()
@@ -175,13 +182,24 @@ class NvidiaSmiMonitor:
         except (OSError, ValueError) as error:
             self.readings = ()
             return self._turn(True, str(error), now)
-        self.readings = report.readings
+        links = self._links()
+        self.readings = tuple(
+            replace(gpu, values={**gpu.values, **links.get(gpu.uuid, {})}) for gpu in report.readings
+        )
         self._uuid_of_address |= {pci_address(r.pci_bus_id): r.uuid for r in report.readings}
         lost = {self._uuid_of_address.get(a, a): ("gpu_lost", text) for a, text in report.lost.items()}
         own_pids = None if self._own_pids is None else self._own_pids()
         return self._turn(False, "it answers again", now) + self._changes.check(
-            report.readings, lost, own_pids, now
+            self.readings, lost, own_pids, now
         )
+
+    def _links(self) -> dict[str, Mapping[str, float]]:
+        if self._run_links is None:
+            return {}
+        try:
+            return {gpu.uuid: gpu.values for gpu in parse_nvlink_status(self._run_links())}
+        except OSError:
+            return {}
 
     def _turn(self, is_bad: bool, text: str, now: float) -> list[Signal]:
         turned = self._states.turned("unusable", is_bad)
@@ -191,7 +209,7 @@ class NvidiaSmiMonitor:
         return [Signal(now, self.name, kind, self._entity, None, text)]
 
 
-def run_nvidia_smi() -> str:
+def run_nvidia_smi(command: Sequence[str] = COMMAND) -> str:
     """Both streams of the tool.
 
     Raises:
@@ -199,7 +217,7 @@ def run_nvidia_smi() -> str:
     """
     try:
         ended = subprocess.run(
-            COMMAND, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"nvidia-smi did not answer within {TIMEOUT_S:.0f} s") from error
