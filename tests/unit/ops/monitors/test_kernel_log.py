@@ -1,10 +1,14 @@
 """A followed log loses no line and repeats none: appended, rotated, cut; and a device of records."""
 
 import os
+import random
 import tty
+from pathlib import Path
 
 import pytest
 
+from ops.diagnosis.kernel_events import KernelLogReader
+from ops.diagnosis.kernel_log import kernel_signals
 from ops.monitors.follow import MAX_BYTES_A_CHECK
 from ops.monitors.kernel_log import KernelLogMonitor
 from ops.signal import Entity, EntityKind, Signal
@@ -112,12 +116,60 @@ def test_a_device_gives_records(tmp_path):
 
 
 def test_the_real_kernel_log_is_silent_or_closed_to_us():
-    from pathlib import Path
-
     monitor = KernelLogMonitor(Path("/dev/kmsg"), lambda line, now: None)
     if monitor.is_supported():
         assert monitor.check(1.0) == []
     monitor.close()
+
+
+KERNEL_LOGS = sorted((Path(__file__).parents[3] / "data" / "kernel_logs").glob("*.log"))
+
+
+@pytest.mark.parametrize("source", KERNEL_LOGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("seed", range(3))
+def test_followed_in_pieces_through_rotations_real_logs_say_what_they_say_whole(tmp_path, source, seed):
+    """Pieces end anywhere, also within a line; after some the file is renamed away."""
+    content = source.read_bytes().rstrip(b"\n") + b"\n"
+    chance = random.Random(seed)
+    path = tmp_path / "kern.log"
+    path.write_bytes(b"")
+    monitor = KernelLogMonitor(path, KernelLogReader("n1").signal)
+    assert monitor.is_supported()
+    ends = [at + 1 for at, byte in enumerate(content[:-1]) if byte == ord("\n")]
+    cuts = sorted({*chance.sample(range(1, len(content)), 12), *chance.sample(ends, min(3, len(ends)))})
+    found, n_rotations = [], 0
+    for start, end in zip([0, *cuts], [*cuts, len(content)], strict=True):
+        with path.open("ab") as file:
+            file.write(content[start:end])
+        if content[end - 1 : end] == b"\n" or chance.random() < 0.7:
+            found += monitor.check(7.0)
+        if content[end - 1 : end] == b"\n" and n_rotations < 3:  # Between lines, as logrotate does it.
+            n_rotations += 1
+            path.rename(tmp_path / f"kern.log.{n_rotations}")
+            path.write_bytes(b"")
+    found += monitor.check(7.0)
+    monitor.close()
+    assert n_rotations
+    assert found == kernel_signals(content.decode("utf-8", "replace").splitlines(), 7.0, "n1")
+
+
+def test_an_xid_comes_from_the_device_with_its_gpu(tmp_path):
+    ours, theirs = os.openpty()
+    tty.setcbreak(theirs)
+    (tmp_path / "kmsg").symlink_to(os.ttyname(theirs))
+    monitor = KernelLogMonitor(tmp_path / "kmsg", KernelLogReader("n1").signal)
+    try:
+        assert monitor.is_supported()
+        os.write(ours, b"6,1,2064,-;NVRM: GPU at PCI:0000:9b:00: GPU-509665ad-b600-ac93-3616-d754b23d636d\n")
+        assert monitor.check(1.0) == []
+        os.write(ours, b"4,2,2065,-;NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.\n")
+        (signal,) = monitor.check(2.0)
+        assert (signal.at, signal.kind, signal.value) == (2.0, "xid", 79)
+        assert signal.entity == Entity(EntityKind.GPU, "GPU-509665ad-b600-ac93-3616-d754b23d636d", "n1")
+    finally:
+        monitor.close()
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_no_log(tmp_path):
