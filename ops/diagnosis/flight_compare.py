@@ -82,6 +82,8 @@ class Comparison:
     """Operations begun and not ended, over all ranks."""
     basis: str
     """What the culprits rest on: sequence, run_ahead, state, no_dump; empty where there are none."""
+    sees_p2p: bool
+    """Sends and receives are recorded; gloo records none, so a rank that waits in one looks idle."""
 
 
 class _Table:
@@ -184,57 +186,80 @@ def compare(
         groups=tuple(sorted((s for s in states if s.waiting), key=telling)),
         n_pending=n_pending,
         basis=basis if culprits else "",
+        sees_p2p=not any(d.is_gloo for d in dumps),
     )
 
 
 def _first_that_tells(table: _Table, names: Sequence[str]) -> tuple[Edges, str, dict[str, Edges]]:
     """Who waits for whom by the strictest reading that names anybody: (edges, its name, edges by group)."""
-    readings = {"sequence": _not_called, "run_ahead": _called_less, "state": _less_done}
-    for basis, read in readings.items():
-        by_group = {name: read(table, name) for name in names}
-        edges: Edges = defaultdict(set)
-        for of_group in by_group.values():
-            for rank, others in of_group.items():
-                edges[rank] |= others
-        if any(edges.values()):
-            return dict(edges), basis, by_group
-    return {}, "", {}
+    by_group = _waits(table)
+    basis = "sequence"
+    for weaker, read in (("run_ahead", _called_less), ("state", _less_done)):
+        if any(others for edges in by_group.values() for others in edges.values()):
+            break
+        basis, by_group = weaker, {name: read(table, name) for name in names}
+    edges: Edges = defaultdict(set)
+    for of_group in by_group.values():
+        for rank, others in of_group.items():
+            edges[rank] |= others
+    return (dict(edges), basis, by_group) if any(edges.values()) else ({}, "", {})
 
 
-def _not_called(table: _Table, group: str) -> Edges:
-    """A rank waits in its first open collective for those that have not called it, and for silent peers."""
-    edges: Edges = {}
-    seqs = {r: table.last_seq(group, r) for r in table.members[group]}
-    for rank in seqs:
-        open_ops = table.pending(group, rank)
-        if not open_ops:
-            continue
-        late = {r for r, seq in seqs.items() if seq is not None and seq < open_ops[0].seq}
-        silent = {r for r in seqs if r not in table.by_rank}
-        # What one rank has completed all have called, the silent too: then this rank's own device is late.
-        if not late and silent and not table.someone_completed(group, open_ops[0].seq):
-            late = silent if all(seqs[r] is not None for r in seqs if r not in silent) else set()
-        edges[rank] = late
-    for rank, peers in _unanswered(table, group).items():
-        edges[rank] = edges.get(rank, set()) | peers
-    return edges
+def _waits(table: _Table) -> dict[str, Edges]:
+    """Whom each rank waits for in its oldest open operation, by group.
+
+    For those that have not called it; where all have, for those to whom it is not the oldest; where it is so
+    for all, for those that left no dump.
+    """
+    by_group: dict[str, Edges] = defaultdict(dict)
+    oldest = {rank: op for rank, dump in table.by_rank.items() if (op := _oldest_open(dump)) is not None}
+    for rank, op in oldest.items():
+        others = _peer(table, rank, op, oldest) if op.is_p2p else _members(table, rank, op, oldest)
+        by_group[op.group][rank] = others
+    return by_group
 
 
-def _unanswered(table: _Table, group: str) -> Edges:
-    """A rank with more open sends or receives with a peer than the peer has with it waits for the peer."""
-    order = table.order.get(group, ())
-    counts: dict[tuple[int, int, int], int] = defaultdict(int)
-    for rank, ops in table.p2p[group].items():
-        for op in ops:
-            if not op.is_done and op.source >= 0:
-                ends = [order[i] if i < len(order) else i for i in (op.source, op.target)]
-                counts[rank, ends[0], ends[1]] += 1
-    edges: Edges = {}
-    for (rank, source, target), n in counts.items():
-        peer = target if rank == source else source
-        if n > counts.get((peer, source, target), 0):
-            edges.setdefault(rank, set()).add(peer)
-    return edges
+def _oldest_open(dump: Dump) -> Operation | None:
+    return next((op for op in dump.operations if not op.is_done), None)
+
+
+def _members(table: _Table, rank: int, op: Operation, oldest: Mapping[int, Operation]) -> set[int]:
+    seqs = {r: table.last_seq(op.group, r) for r in table.members[op.group] if r != rank}
+    late = {r for r, seq in seqs.items() if seq is not None and seq < op.seq}
+    if late:
+        return late
+    called = {r for r in seqs if any(o.seq == op.seq for o in table.pending(op.group, r))}
+    busy = {r for r in called if _is_other(oldest.get(r), op)}
+    silent = {r for r in seqs if r not in table.by_rank}
+    # What one rank has completed all have called, the silent too: then this rank's own device is late.
+    if (
+        busy
+        or table.someone_completed(op.group, op.seq)
+        or any(seqs[r] is None for r in seqs if r not in silent)
+    ):
+        return busy
+    return silent
+
+
+def _peer(table: _Table, rank: int, op: Operation, oldest: Mapping[int, Operation]) -> set[int]:
+    order = table.order.get(op.group, ())
+    source, target = (order[i] if i < len(order) else i for i in (op.source, op.target))
+    peer = target if rank == source else source
+    if peer == rank or op.source < 0:
+        return set()
+    answers = [
+        o
+        for o in table.p2p[op.group].get(peer, ())
+        if not o.is_done and (o.source, o.target) == (op.source, op.target)
+    ]
+    return {peer} if not answers or _is_other(oldest.get(peer), answers[0]) else set()
+
+
+def _is_other(oldest: Operation | None, op: Operation) -> bool:
+    """What a rank is in is something else than `op`, which it has called as well."""
+    if oldest is None:
+        return False
+    return (oldest.group, oldest.is_p2p, oldest.seq) != (op.group, op.is_p2p, op.seq)
 
 
 def _called_less(table: _Table, group: str) -> Edges:

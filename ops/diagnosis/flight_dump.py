@@ -65,6 +65,7 @@ class Dump:
     members: Mapping[str, tuple[int, ...]]
     """Ranks of each group, where the dump says so; "" is the world where only the world is known."""
     descriptions: Mapping[str, str]
+    is_gloo: bool
     mixed: frozenset[str]
     """Groups whose counter in `progress` counts collectives and point-to-point operations together."""
 
@@ -145,6 +146,7 @@ def _dump(tree: dict[str, Any], rank: int) -> Dump:
         },
         descriptions={str(name): str(entry.get("desc", "")) for name, entry in config.items()}
         | {str(e["process_group"][0]): str(e["process_group"][1]) for e in entries},
+        is_gloo=any(str(e["profiling_name"]).startswith("gloo:") for e in entries),
         mixed=frozenset(
             str(e["process_group"][0])
             for e in entries

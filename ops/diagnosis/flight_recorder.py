@@ -64,13 +64,15 @@ def verdict_of(comparison: Comparison) -> Verdict:
         )
     n_ranks = len({r for g in c.groups for r in g.last_seq} | set(c.culprits))
     is_most = len(c.culprits) * 2 > n_ranks
+    is_sure = c.n_pending > 0 and (c.sees_p2p or len(c.culprits) == 1)
+    confidence = CONFIDENCE[c.basis] if is_sure else 0.5
     missing = f"; no dump of ranks {list(c.missing)}" if c.missing else ""
     return Verdict(
         FailureClass.HANG,
         Role.AMBIGUOUS if is_most else Role.ROOT,
         ranks_entity(c.culprits),
         "RESTART_RANKS",
-        0.4 if is_most else CONFIDENCE[c.basis] if c.n_pending else 0.5,
+        0.4 if is_most else confidence,
         f"ranks {list(c.culprits)} hold up the others: {'; '.join(map(str, c.groups[:2]))}{missing}",
         "hang",
         "Look at the stacks of these ranks first; the others only wait.",

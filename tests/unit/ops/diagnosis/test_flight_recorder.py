@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import re
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from ops.diagnosis.verdict import UNKNOWN_ENTITY, Role
 from ops.incident import FailureClass
 from ops.signal import Entity, EntityKind
 from tests.support.ranks import run_ranks
+from tests.unit.ops.diagnosis.hung_runs import Layout, hung_dumps
 
 DATA = Path(__file__).parents[3] / "data/flight_recorder"
 RUNS = ("gpu_error_2nd", "lock_gil_1st")
@@ -163,6 +165,42 @@ def test_the_json_form_reads_like_the_pickle():
     assert parse_dump(json.dumps(tree).encode(), 3) == parse_dump(pickle.dumps(tree), 3)
 
 
+@pytest.mark.parametrize("depth", [1, 12])
+def test_the_stopped_rank_of_any_layout_is_found(depth):
+    for seed in range(25):
+        rng = random.Random(seed)
+        layout = rng.choice(
+            [Layout(4, 2, 2), Layout(2, 2, 2), Layout(2, 1, 4), Layout(1, 4, 2), Layout(4, 1, 1)]
+        )
+        faulty = rng.randrange(layout.world_size)
+        found = compare(hung_dumps(layout, [faulty], rng, depth=depth, is_gloo=False))
+        assert found.culprits == (faulty,), (seed, layout)
+
+
+def test_of_two_stopped_ranks_no_other_is_blamed():
+    n_both = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        layout = rng.choice([Layout(4, 2, 2), Layout(2, 2, 2), Layout(1, 4, 2)])
+        faulty = sorted(rng.sample(range(layout.world_size), 2))
+        culprits = compare(hung_dumps(layout, faulty, rng, depth=3, is_gloo=False)).culprits
+        # One of them may be held up by the other: then it is a victim too.
+        assert culprits
+        assert set(culprits) <= set(faulty), (seed, layout)
+        n_both += len(culprits) == 2
+    assert n_both > 12
+
+
+def test_gloo_dumps_of_a_layout_without_pipeline_find_the_stopped_rank():
+    for seed in range(25):
+        rng = random.Random(seed)
+        layout = rng.choice([Layout(2, 1, 4), Layout(4, 1, 1), Layout(2, 1, 2), Layout(1, 1, 8)])
+        faulty = rng.randrange(layout.world_size)
+        groups = {str(i): ranks for i, ranks in enumerate(layout.groups().values())}
+        found = compare(hung_dumps(layout, [faulty], rng, depth=1, is_gloo=True), groups)
+        assert found.culprits == (faulty,), (seed, layout)
+
+
 class Malicious:
     """Runs a command when it is unpickled without care."""
 
@@ -251,7 +289,7 @@ def one_rank_asleep(groups, folder):
 
 
 def test_gloo_ranks_of_which_one_sleeps(tmp_path):
-    run_ranks(one_rank_asleep, 3, tmp_path, str(tmp_path), collective_timeout_s=2.0)
+    run_ranks(one_rank_asleep, 3, tmp_path, str(tmp_path), collective_timeout_s=4.0)
     for moment in ("early", "late"):
         verdict = diagnose_dumps(sorted(tmp_path.glob(f"{moment}_?")))
         assert verdict.failure_class is FailureClass.HANG
