@@ -24,13 +24,12 @@ from typing import Any
 import yaml
 
 from jobs.errors import SpecError
+from ops.decision import Action
 from ops.diagnosis.verdict import Role
 from ops.incident import FailureClass
 
 TABLE_PATH = Path(__file__).with_name("xid_table.json")
-ACTIONS = frozenset(
-    {"RESTART_RANKS", "RESTART", "RESTART_WITHOUT_NODE", "SHRINK", "ROLLBACK", "STOP", "PAGE", "OBSERVE"}
-)
+ACTIONS = frozenset(str(action) for action in Action)
 NVLINK5 = range(144, 151)
 RECOVERY_ACTION_CHANGED = 154
 _NVLINK5_TEXT = re.compile(
