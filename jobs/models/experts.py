@@ -1,16 +1,18 @@
-"""Many small SwiGLU networks over rows sorted by expert: one product an expert, on contiguous rows.
+"""Many small SwiGLU networks over rows sorted by expert: one expert after another, on contiguous rows.
 
-    tokens [T, D] --spread--> rows sorted by expert [N, D] --grouped products--> [N, D] --collect--> [T, D]
+    tokens [T, D] --spread--> rows sorted by expert [N, D] --SwiGLU of each--> [N, D] --collect--> [T, D]
 
 `spread` and `collect` are each other's transpose, so forward and backward both read rows and never add
-atomically: results do not depend on a device's scheduling. Knows no router and no mesh axis.
+atomically: results do not depend on a device's scheduling. What is elementwise in an expert is done between
+its products, while they are in a core's cache. Knows no router and no mesh axis.
 
 Shapes: T tokens, K experts a token visits, N <= T*K rows, E experts, D d_model, F hidden.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -96,9 +98,8 @@ def grouped_swiglu(rows: torch.Tensor, counts: list[int], experts: Sequence[Expe
     """
     if not experts:
         return rows
-    gates, ups, downs = zip(*experts, strict=True)
-    hidden = F.silu(_grouped_linear(rows, counts, gates)) * _grouped_linear(rows, counts, ups)  # [N, F]
-    return _grouped_linear(hidden, counts, downs)
+    out: torch.Tensor = _GroupedSwiglu.apply(rows, counts, *chain(*experts))  # type: ignore[no-untyped-call]
+    return out
 
 
 def local_experts(
@@ -118,36 +119,52 @@ def weigh_and_collect(rows: torch.Tensor, weights: torch.Tensor, choices: Sorted
         weights: [T, K].
         choices: what the rows stand for.
     """
-    weight_of = weights.flatten().index_select(0, choices.choice_of).to(rows.dtype)  # [N]
-    return collect(rows * weight_of[:, None], choices.order)
-
-
-@torch.library.custom_op("jobs::grouped_products", mutates_args=())
-def grouped_products(rows: torch.Tensor, weights: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
-    """rows[span of e] @ weight_e^T into one result: no pieces are cut out or joined. Not differentiable.
-
-    An operator of its own, so that recomputation can keep its result as that of any other product.
-
-    Args:
-        rows: [N, in], sorted by expert.
-        weights: [out, in] each.
-        counts: rows of each.
-
-    Returns:
-        [N, out].
-    """
-    out = rows.new_empty(rows.shape[0], weights[0].shape[0])
-    for weight, span in zip(weights, _spans(counts), strict=True):
-        torch.mm(rows[span], weight.t(), out=out[span])
+    out: torch.Tensor = _WeighAndCollect.apply(rows, weights, choices)  # type: ignore[no-untyped-call]
     return out
 
 
-def _collect_plain(rows: torch.Tensor, order: RowOrder) -> torch.Tensor:
+@torch.library.custom_op("jobs::grouped_swiglu_products", mutates_args=())
+def grouped_swiglu_products(
+    rows: torch.Tensor,
+    gates: list[torch.Tensor],
+    ups: list[torch.Tensor],
+    downs: list[torch.Tensor],
+    counts: list[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three products of each expert, into one result each. Not differentiable.
+
+    An operator of its own, so that recomputation can keep its results as those of any other product. What
+    lies between the products is not among them: backward makes it again, expert by expert.
+
+    Args:
+        rows: [N, D], sorted by expert.
+        gates: [F, D] each.
+        ups: [F, D] each.
+        downs: [D, F] each.
+        counts: rows of each.
+
+    Returns:
+        down(silu(gate(x)) * up(x)) [N, D], gate(x) [N, F], up(x) [N, F].
+    """
+    gated = rows.new_empty(len(rows), len(gates[0]))
+    raised, out = torch.empty_like(gated), torch.empty_like(rows)
+    memory = gated.new_empty(max(counts), gated.shape[1])
+    for gate, up, down, span in zip(gates, ups, downs, _spans(counts), strict=True):
+        torch.mm(rows[span], gate.t(), out=gated[span])
+        torch.mm(rows[span], up.t(), out=raised[span])
+        hidden = memory[: span.stop - span.start]
+        torch.ops.aten.silu.out(gated[span], out=hidden).mul_(raised[span])
+        torch.mm(hidden, down.t(), out=out[span])
+    return out, gated, raised
+
+
+def _collect_plain(rows: torch.Tensor, order: RowOrder, weights: torch.Tensor | None = None) -> torch.Tensor:
     if order.n_rows < order.place_of.numel():
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-    if order.place_of.shape[1] == 1:
+    if order.place_of.shape[1] == 1 and weights is None:
         return rows.index_select(0, order.place_of.flatten())
-    return rows.index_select(0, order.place_of.flatten()).view(*order.place_of.shape, -1).sum(1)
+    # Reads each row once and writes sums only, where a selection would write all rows first.
+    return F.embedding_bag(order.place_of, rows, mode="sum", per_sample_weights=weights)
 
 
 def _spans(counts: list[int]) -> Iterator[slice]:
@@ -179,29 +196,64 @@ class _Collect(torch.autograd.Function):
         return grad.index_select(0, ctx.order.token_of), None
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _WeighAndCollect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, choices: SortedChoices) -> torch.Tensor:
+        ctx.choices = choices
+        ctx.save_for_backward(rows, weights)
+        return _collect_plain(rows, choices.order, weights.to(rows.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        choice_of = ctx.choices.choice_of
+        grad_rows = grad.index_select(0, ctx.choices.order.token_of)  # [N, D], not weighed yet
+        products = torch.bmm(grad_rows[:, None], rows[:, :, None]).flatten()  # [N]
+        grad_weights = torch.zeros_like(weights).flatten()
+        grad_weights[choice_of] = products.to(weights.dtype)
+        weight_of = weights.flatten().index_select(0, choice_of).to(rows.dtype)
+        return grad_rows.mul_(weight_of[:, None]), grad_weights.view_as(weights), None
+
+
+class _GroupedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, counts: list[int], *weights: torch.Tensor) -> torch.Tensor:
+        """`weights`: gate, up and down of the first expert, then of the next."""
+        matrices = [list(weights[i::3]) for i in range(3)]
+        out, gated, raised = grouped_swiglu_products(rows, *matrices, counts)
         ctx.counts = counts
-        ctx.save_for_backward(rows, *weights)
-        out: torch.Tensor = grouped_products(rows, list(weights), counts)
-        return out
+        ctx.save_for_backward(rows, gated, raised, *weights)
+        return cast(torch.Tensor, out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
+        rows, gated, raised, *weights = ctx.saved_tensors
         wants_rows, *wants = wanted_gradients(ctx)
         grad = grad.contiguous()
-        grad_rows = None
-        if wants_rows:
-            grad_rows = torch.empty_like(rows)
-            for weight, span in zip(weights, _spans(ctx.counts), strict=True):
-                torch.mm(grad[span], weight, out=grad_rows[span])
-        wanted = zip(wants, _spans(ctx.counts), strict=True)
-        grad_weights = [grad[span].t().mm(rows[span]) if is_wanted else None for is_wanted, span in wanted]
+        grad_rows = torch.empty_like(rows) if wants_rows else None
+        grad_weights: list[torch.Tensor | None] = [None] * len(weights)
+        # Shared by the experts, so that it stays in the cache and no page of it is asked for twice.
+        memory = gated.new_empty(3, max(ctx.counts), gated.shape[1])
+        for first, span in zip(range(0, len(weights), 3), _spans(ctx.counts), strict=True):
+            gate, up, down = weights[first : first + 3]
+            wants_gate, wants_up, wants_down = wants[first : first + 3]
+            silu, hidden, grad_hidden = memory[:, : span.stop - span.start]
+            torch.ops.aten.silu.out(gated[span], out=silu)
+            if wants_down:
+                torch.mul(silu, raised[span], out=hidden)
+                grad_weights[first + 2] = grad[span].t().mm(hidden)
+            if not (wants_rows or wants_gate or wants_up):
+                continue
+            torch.mm(grad[span], down, out=grad_hidden)
+            grad_raised = silu.mul_(grad_hidden)
+            grad_hidden.mul_(raised[span])
+            grad_gated = torch.ops.aten.silu_backward.grad_input(
+                grad_hidden, gated[span], grad_input=grad_hidden
+            )
+            if wants_gate:
+                grad_weights[first] = grad_gated.t().mm(rows[span])
+            if wants_up:
+                grad_weights[first + 1] = grad_raised.t().mm(rows[span])
+            if grad_rows is not None:
+                torch.mm(grad_gated, gate, out=grad_rows[span]).addmm_(grad_raised, up)
         return grad_rows, None, *grad_weights
-
-
-def _grouped_linear(rows: torch.Tensor, counts: list[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    out: torch.Tensor = _GroupedLinear.apply(rows, counts, *weights)  # type: ignore[no-untyped-call]
-    return out

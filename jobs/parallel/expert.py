@@ -95,8 +95,8 @@ def experts_over(ep: Axis, etp: Axis, n_experts: int) -> ExpertsFn:
         arrived = exchange(spread(x, choices.order), ep, trip.n_sent, trip.n_received)  # [M, D]
         everyones = gather(_padded(arrived, trip.n_places), etp, 0)  # [etp * places, D]
         partial_rows = grouped_swiglu(spread(everyones, trip.order), trip.counts, held)
-        results = scatter_sum(collect(partial_rows, trip.order), etp, 0)[: len(arrived)]  # [M, D]
-        rows = exchange(results, ep, trip.n_received, trip.n_sent)  # [N, D]
+        results = scatter_sum(collect(partial_rows, trip.order), etp, 0)  # [places, D]
+        rows = exchange(_unpadded(results, len(arrived)), ep, trip.n_received, trip.n_sent)  # [N, D]
         return weigh_and_collect(rows, weights, choices)
 
     return experts
@@ -194,6 +194,11 @@ def update_router_biases(
 def _padded(rows: torch.Tensor, n_places: int) -> torch.Tensor:
     missing = n_places - len(rows)
     return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows
+
+
+def _unpadded(rows: torch.Tensor, n_rows: int) -> torch.Tensor:
+    # A slice of all would cost backward a copy.
+    return rows if len(rows) == n_rows else rows[:n_rows]
 
 
 def _order_of_blocks(blocks: torch.Tensor, n_places: int, device: torch.device) -> RowOrder:

@@ -40,7 +40,7 @@ PRODUCTS = frozenset(
         _ATEN.addmm.default,
         _ATEN._scaled_mm.default,
         _ATEN._grouped_mm.default,
-        torch.ops.jobs.grouped_products.default,
+        torch.ops.jobs.grouped_swiglu_products.default,
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
         _ATEN._scaled_dot_product_efficient_attention.default,
