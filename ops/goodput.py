@@ -115,7 +115,12 @@ class Goodput:
         return Goodput(tuple(cut), start, end)
 
 
-def account(events: Sequence[Event], metrics: Iterable[Mapping[str, Any]], now: float | None) -> Goodput:
+def account(
+    events: Sequence[Event],
+    metrics: Iterable[Mapping[str, Any]],
+    now: float | None,
+    steps: Sequence[StepLine] | None = None,
+) -> Goodput:
     """Put every moment of a run into one phase.
 
     Args:
@@ -123,16 +128,20 @@ def account(events: Sequence[Event], metrics: Iterable[Mapping[str, Any]], now: 
         metrics: lines of metrics.jsonl, in any order.
         now: Unix seconds, where the run has not ended and its driver lives; None when the driver is dead,
             which ends the run at the last thing that was written.
+        steps: what judge_steps made of the same events and metrics, where the caller has it.
     """
     events = sorted(events, key=lambda event: event.at)
     lines = list(metrics)
-    steps = judge_steps(events, lines)
+    if steps is None:
+        steps = judge_steps(events, lines)
     pauses = _pauses(events, lines)
     start_us, end_us = _bounds(events, [step.at for step in steps] + [end / 1e6 for _, end, _ in pauses], now)
     walk = _Walk(start_us)
-    for at_us, _, mark in _marks(events, steps, pauses):
-        if start_us <= at_us <= end_us:
-            walk.pass_mark(at_us, mark)
+    others = [mark for mark in _marks(events, pauses) if start_us <= mark[0] <= end_us]
+    stepped = ((_us(step.at), 1, step) for step in steps)
+    inside = sorted((mark for mark in stepped if start_us <= mark[0] <= end_us), key=lambda mark: mark[0])
+    for at_us, _, mark in sorted([*_thinned(inside, [other[0] for other in others]), *others], key=_order):
+        walk.pass_mark(at_us, mark)
     walk.spend(end_us, walk.phase)
     segments = _merge(_cut_out(walk.segments, _disjoint(pauses)))
     return Goodput(tuple(segments), start_us, end_us)
@@ -175,19 +184,52 @@ class _Detected:
 _Mark = Event | StepLine | _Failed | _Detected | None
 
 
-def _marks(
-    events: Sequence[Event], steps: Sequence[StepLine], pauses: Sequence[tuple[int, int, Phase]]
-) -> list[tuple[int, int, _Mark]]:
-    """Everything that has an instant, in order; None marks only show that the run was alive."""
-    marks: list[tuple[int, int, _Mark]] = [(_us(step.at), 1, step) for step in steps]
-    marks += [(end, 1, None) for _, end, _ in pauses]
+_Timed = tuple[int, int, _Mark]
+"""Unix microseconds, place among the marks of one instant, mark."""
+
+
+def _order(timed: _Timed) -> tuple[int, int]:
+    return timed[:2]
+
+
+def _marks(events: Sequence[Event], pauses: Sequence[tuple[int, int, Phase]]) -> list[_Timed]:
+    """Everything but steps that has an instant, in order; None marks only show that the run was alive."""
+    marks: list[_Timed] = [(end, 1, None) for _, end, _ in pauses]
     for event in events:
         if event.kind != "incident":
             marks.append((_us(event.at), 2, event))
         elif does_restart(event):
             failed, detected = failed_and_detected(event)
             marks += [(_us(failed), 3, _Failed(event)), (_us(detected), 4, _Detected(event))]
-    return sorted(marks, key=lambda mark: mark[:2])
+    return sorted(marks, key=_order)
+
+
+def _thinned(steps: Sequence[tuple[int, int, StepLine]], others_us: Sequence[int]) -> list[_Timed]:
+    """The steps without those between two of the same ranks and verdict that no other mark parts from them.
+
+    They change nothing: the time up to the next step goes where theirs went. A long run has few others.
+
+    Args:
+        steps: timed, in order of time.
+        others_us: instants of all other marks, in order. One of a step's own instant comes after it.
+    """
+    kept: list[_Timed] = []
+    index, n_others = 0, len(others_us)
+    goes_on = False  # the step before is of the same kind, and nothing lies between
+    for place, timed in enumerate(steps):
+        at_us, _, step = timed
+        while index < n_others and others_us[index] < at_us:
+            index += 1
+        joins = False
+        if place + 1 < len(steps):
+            next_us, _, after = steps[place + 1]
+            is_parted = index < n_others and others_us[index] < next_us
+            same = after.generation == step.generation and after.attempt == step.attempt
+            joins = same and not is_parted and after.is_kept == step.is_kept
+        if not (goes_on and joins):
+            kept.append(timed)
+        goes_on = joins
+    return kept
 
 
 class _Walk:
@@ -274,8 +316,10 @@ def _pauses(events: Sequence[Event], lines: Sequence[Mapping[str, Any]]) -> list
         if event.kind == "checkpoint_blocked"
     ]
     for line in lines:
+        if line.get("kind") != "eval":
+            continue
         at, length = number(line.get("at")), number(line.get("eval_time_s"))
-        if line.get("kind") == "eval" and at is not None and length is not None:
+        if at is not None and length is not None:
             found.append((at, length, Phase.EVALUATION))
     return [(_us(at - max(0.0, length)), _us(at), phase) for at, length, phase in found]
 

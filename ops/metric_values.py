@@ -1,7 +1,8 @@
 """From what a run folder says to the values of its metrics. Pure: lines and events in, values out.
 
-A reader that follows a living run feeds new lines to a StepTotals and keeps slim_line() of each: all that the
-sums over the whole run need. Names and help texts are in metrics.py; reads no file.
+A reader that follows a living run feeds new lines to a StepTotals, which is cheap, and now and then has the
+whole run accounted, which takes longer with every step; slim_line() of each line is all that this needs.
+Names and help texts are in metrics.py; reads no file.
 """
 
 import math
@@ -16,7 +17,7 @@ from jobs.mesh import SIZES, Mesh
 from ops.ettr import HOUR_S
 from ops.goodput import Goodput, Phase, account
 from ops.ledger import Event, number
-from ops.losses import IncidentBill, StepLine, Who, bill_incidents, judge_steps, who
+from ops.losses import IncidentBill, Who, bill_incidents, judge_steps, who
 from ops.metrics import STEP_BUCKETS_S, Histogram, Samples
 from ops.quarantine import DEFAULT_RULES, Cluster, NodeChange, NodeState, breaker_refusal, fold
 
@@ -26,6 +27,8 @@ ANY_OTHER_NODE = "(any other node)"
 OUTCOMES = ("committed", "failed", "skipped")
 MEDIAN_STEPS = 100
 """Steps over which the median step time is taken."""
+TAIL_LINES = 200
+"""Last lines, from which the phase of this moment is told."""
 LABEL_CHARS = 120
 """Longest text of a label: a culprit is a name, not a log."""
 _LINE_FIELDS = ("kind", "at", "attempt", "generation", "step", "step_time_s", "eval_time_s")
@@ -60,9 +63,13 @@ class StepTotals:
     last_eval: Mapping[str, Any] = field(default_factory=dict)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))
     """Times of the last steps of the newest attempt, in seconds."""
+    n_of_ranks: int = 0
+    """Steps by the ranks of the last one."""
+    tail: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     def feed(self, line: Mapping[str, Any]) -> None:
         """Count one line."""
+        self.tail.append(line)
         if line.get("kind") == "eval":
             self.last_eval = line
         if "kind" in line or number(line.get("step")) is None:
@@ -71,8 +78,10 @@ class StepTotals:
         self.n_skipped += bool(line.get("skipped"))
         self.n_tokens += _finite(line.get("n_tokens"))
         self.data_time_s += _finite(line.get("data_time_s"))
-        if line.get("attempt", 0) != self.last_step.get("attempt", 0):
+        before = self.last_step
+        if line.get("attempt", 0) != before.get("attempt", 0):
             self.recent.clear()
+        self.n_of_ranks = self.n_of_ranks + 1 if line_ranks(line) == line_ranks(before) else 1
         self.last_step = line
         step_time_s = _finite(line.get("step_time_s"))
         if step_time_s > 0:
@@ -93,36 +102,71 @@ class RunFacts:
     """Unix seconds."""
     is_driver_alive: bool
 
+    @property
+    def is_live(self) -> bool:
+        """Its time goes on."""
+        return self.status == "RUNNING" and self.is_driver_alive
 
-def run_samples(
-    facts: RunFacts,
-    events: Sequence[Event],
-    lines: Sequence[Mapping[str, Any]],
-    totals: StepTotals,
-    node_changes: Sequence[NodeChange] = (),
-) -> Samples:
-    """The values of every metric that the run has something to say about.
+
+@dataclass(frozen=True)
+class Accounted:
+    """What only a look at the whole run tells."""
+
+    goodput: Goodput
+    n_lost_steps: int
+    bills: Sequence[IncidentBill]
+
+
+def account_run(facts: RunFacts, events: Sequence[Event], lines: Sequence[Mapping[str, Any]]) -> Accounted:
+    """Account a run: the time it takes grows with its steps.
 
     Args:
         facts: of the run.
         events: its ledger, in any order.
         lines: its metric lines, slim_line() of each is enough.
-        totals: that was fed the same lines.
+    """
+    steps = judge_steps(events, lines)
+    goodput = account(events, lines, facts.now if facts.is_live else None, steps)
+    return Accounted(goodput, sum(not step.is_kept for step in steps), bill_incidents(events, steps))
+
+
+def run_samples(
+    facts: RunFacts,
+    events: Sequence[Event],
+    totals: StepTotals,
+    accounted: Accounted,
+    node_changes: Sequence[NodeChange] = (),
+) -> Samples:
+    """The values of every metric that the run has something to say about. Takes no longer in a long run.
+
+    Args:
+        facts: of the run.
+        events: its ledger, in any order.
+        totals: that was fed its metric lines.
+        accounted: may be older than the rest.
         node_changes: the book of nodes of the run's storage, in the order written.
     """
     events = sorted(events, key=lambda event: event.at)
-    is_live = facts.status == "RUNNING" and facts.is_driver_alive
-    steps = judge_steps(events, lines)
-    goodput = account(events, lines, facts.now if is_live else None)
     samples = Samples(facts.run_id)
     samples.put("snapshot_timestamp_seconds", facts.now)
     ranks = _put_run(samples, facts, events)
-    _put_steps(samples, steps, totals, ranks)
+    _put_steps(samples, events, totals, ranks)
+    samples.put("steps_lost_total", accounted.n_lost_steps)
     _put_checkpoints(samples, facts.spec, events, totals)
-    _put_incidents(samples, events, bill_incidents(events, steps))
-    _put_time(samples, goodput, is_live=is_live)
+    _put_incidents(samples, events, accounted.bills)
+    current = current_phase(events, totals.tail, facts.now) if facts.is_live else Phase.STOPPED
+    samples.put_one_of("run_phase", [phase.value for phase in Phase], current.value)
+    _put_time(samples, accounted.goodput)
     _put_nodes(samples, events, node_changes, facts.now)
     return samples
+
+
+def current_phase(events: Sequence[Event], tail: Iterable[Mapping[str, Any]], now: float) -> Phase:
+    """What a living run does at `now` (Unix seconds), from its newest attempt and its last metric lines."""
+    ordered = sorted(events, key=lambda event: event.at)
+    begun = [place for place, event in enumerate(ordered) if event.kind == "attempt_started"]
+    segments = account(ordered[begun[-1] if begun else 0 :], tail, now).segments
+    return segments[-1].phase if segments else Phase.SCHEDULING
 
 
 def repeats_without_progress(events: Iterable[Event]) -> int:
@@ -160,13 +204,15 @@ def _put_run(samples: Samples, facts: RunFacts, events: Sequence[Event]) -> Who:
     return ranks
 
 
-def _put_steps(samples: Samples, steps: Sequence[StepLine], totals: StepTotals, ranks: Who) -> None:
-    samples.put("step", max((one.step for one in steps if one.is_kept), default=0))
-    samples.put("generation_steps", sum((one.attempt, one.generation) == ranks for one in steps))
-    samples.put("last_step_timestamp_seconds", max((one.at for one in steps), default=None))
+def _put_steps(samples: Samples, events: Sequence[Event], totals: StepTotals, ranks: Who) -> None:
+    own = totals.n_of_ranks if line_ranks(totals.last_step) == ranks else 0
+    restored = [event for event in events if event.kind == "restored" and who(event) == ranks]
+    step = number(totals.last_step.get("step")) or 0.0
+    samples.put("step", restored[-1].integer("step") if restored and not own else step)
+    samples.put("generation_steps", own)
+    samples.put("last_step_timestamp_seconds", number(totals.last_step.get("at")))
     samples.put("steps_trained_total", totals.n_steps)
     samples.put("steps_skipped_total", totals.n_skipped)
-    samples.put("steps_lost_total", sum(not one.is_kept for one in steps))
     samples.put("tokens_trained_total", totals.n_tokens)
     samples.put("data_wait_seconds_total", totals.data_time_s)
     samples.put("step_duration_median_seconds", _median(totals.recent))
@@ -226,11 +272,9 @@ def _put_incidents(samples: Samples, events: Sequence[Event], bills: Sequence[In
         samples.put("last_incident_restart_seconds", last.restart_s)
 
 
-def _put_time(samples: Samples, goodput: Goodput, *, is_live: bool) -> None:
+def _put_time(samples: Samples, goodput: Goodput) -> None:
     for phase, us in goodput.phases_us.items():
         samples.put("phase_seconds", us / 1e6, phase.value)
-    current = goodput.segments[-1].phase if is_live and goodput.segments else Phase.STOPPED
-    samples.put_one_of("run_phase", [phase.value for phase in Phase], current.value)
     samples.put("goodput_ratio", goodput.goodput_frac)
     samples.put("ettr_ratio", goodput.ettr_frac, "run")
     hour = goodput.between(goodput.end_us - round(HOUR_S * 1e6), goodput.end_us)
@@ -253,6 +297,11 @@ def _put_nodes(samples: Samples, events: Sequence[Event], changes: Sequence[Node
         if event.kind == "spares":
             samples.put("spares_available", event.integer("available"))
             samples.put("spares_planned", event.integer("planned"))
+
+
+def line_ranks(line: Mapping[str, Any]) -> Who:
+    """(attempt, generation) of a metric line."""
+    return (int(_finite(line.get("attempt"))), int(_finite(line.get("generation"))))
 
 
 def _class(bill: IncidentBill) -> str:

@@ -61,7 +61,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("attempts", "Attempts begun."),
     _counter("rank_restarts", "Times that the ranks were restarted in place."),
     # Progress
-    _gauge("step", "The last optimizer step that counts."),
+    _gauge("step", "Where the run is: the last step, or the one that it was restored to."),
     _gauge("steps_target", "Optimizer steps that the spec asks for."),
     _gauge("generation_steps", "Steps by the ranks that run now; 0 until their first one is done."),
     _gauge("last_step_timestamp_seconds", "When the last step ended."),

@@ -187,7 +187,7 @@ def build_report(
     events, lines = read_ledger(folder), read_metrics(folder)
     steps = judge_steps(events, lines)
     status, notes = _status(state, events, is_driver_alive)
-    goodput = account(events, lines, now if is_driver_alive and status == RUNNING else None)
+    goodput = account(events, lines, now if is_driver_alive and status == RUNNING else None, steps)
     kept = _kept_lines(steps, lines)
     losses = _curve(kept, "loss")
     evals = _curve(_last_by_step([line for line in lines if line.get("kind") == "eval"]), "loss")

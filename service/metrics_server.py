@@ -1,11 +1,13 @@
 """`packtrain metrics`: a run's figures over HTTP for Prometheus, from its folder alone.
 
 Works while the run lives and after it, on any node that sees the storage, and never touches the run: it reads
-files. Figures are worked out in a thread of their own, at most a tenth of its time, so that a scrape is
-answered at once whatever the length of the run. Listens on loopback unless told otherwise. What the metrics
-are is in ops/metrics.py.
+files. Figures are worked out in a thread of their own, so that a scrape is answered at once. What needs a
+look at the whole run (time by phase, ETTR, bills) takes longer with every step: a tenth of the thread's time
+at most, so after a million steps it may be minutes old, while all else is seconds old. Listens on loopback
+unless told otherwise. What the metrics are is in ops/metrics.py.
 """
 
+import contextlib
 import json
 import threading
 import time
@@ -19,7 +21,7 @@ from prometheus_client.core import Metric
 
 from jobs.errors import PacktrainError, SpecError
 from ops.ledger import METRICS_FILE, Event, LedgerTail, Tail
-from ops.metric_values import RunFacts, StepTotals, run_samples, slim_line
+from ops.metric_values import Accounted, RunFacts, StepTotals, account_run, run_samples, slim_line
 from ops.metrics import Samples, SamplesCollector, render
 from ops.node_book import NodeBook
 from service.run_store import RUNNING, RunState, read_state
@@ -27,7 +29,7 @@ from service.run_store import RUNNING, RunState, read_state
 REFRESH_S = 5.0
 """Shortest time between two workings-out."""
 BUSY_FRAC = 0.1
-"""Largest share of its time that the thread may work."""
+"""Largest share of its time that the thread may spend on looks at the whole run."""
 
 
 class RunFollower:
@@ -41,6 +43,9 @@ class RunFollower:
         self._lines: list[dict[str, Any]] = []
         self._totals = StepTotals()
         self._state: RunState | None = None
+        self._accounted: Accounted | None = None
+        self._account_after = 0.0
+        """Monotonic seconds before which the whole run is not looked at again."""
 
     def samples(self, now: float) -> Samples:
         """The metrics of the run at `now` (Unix seconds)."""
@@ -63,8 +68,13 @@ class RunFollower:
             now=now,
             is_driver_alive=is_alive,
         )
+        began = time.monotonic()
+        if self._accounted is None or began >= self._account_after:
+            self._accounted = account_run(facts, self._events, self._lines)
+            ended = time.monotonic()
+            self._account_after = ended + (ended - began) * (1 / BUSY_FRAC - 1)
         changes = NodeBook(self._dir.parent).changes()
-        return run_samples(facts, self._events, self._lines, self._totals, changes)
+        return run_samples(facts, self._events, self._totals, self._accounted, changes)
 
 
 class MetricsServer:
@@ -121,14 +131,10 @@ class MetricsServer:
         self._http_thread.join()
 
     def _refresh_on(self) -> None:
-        pause_s = self._refresh_s
-        while not self._stop.wait(pause_s):
-            began = time.monotonic()
-            try:
+        while not self._stop.wait(self._refresh_s):
+            # Where the storage is away, the snapshot's timestamp says how old the figures are.
+            with contextlib.suppress(SpecError, OSError):
                 self._samples = self._follower.samples(time.time())
-            except (SpecError, OSError):
-                continue  # the storage is away: the snapshot's timestamp says how old the figures are
-            pause_s = max(self._refresh_s, (time.monotonic() - began) * (1 / BUSY_FRAC - 1))
 
 
 def metrics_text(run_dir: Path) -> str:

@@ -6,8 +6,17 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ops.goodput import Phase
 from ops.ledger import Event
-from ops.metric_values import RunFacts, StepTotals, repeats_without_progress, run_samples, slim_line
+from ops.metric_values import (
+    RunFacts,
+    StepTotals,
+    account_run,
+    current_phase,
+    repeats_without_progress,
+    run_samples,
+    slim_line,
+)
 from ops.metrics import BY_NAME, METRICS, SERIES, STEP_BUCKETS_S, Samples, render
 from ops.quarantine import ChangeKind, NodeChange, Owner
 
@@ -71,7 +80,8 @@ def samples(events=EVENTS, lines=LINES, status="RUNNING", now=114.0, spec=SPEC, 
     for line in lines:
         totals.feed(line)
     facts = RunFacts("demo", status, spec, now, is_driver_alive=status == "RUNNING")
-    return run_samples(facts, events, [slim_line(line) for line in lines], totals, changes)
+    accounted = account_run(facts, events, [slim_line(line) for line in lines])
+    return run_samples(facts, events, totals, accounted, changes)
 
 
 def values_of(text):
@@ -140,6 +150,41 @@ def test_the_values_of_a_run_with_one_crash():
     assert found["packtrain_ettr_ratio", "run"] == pytest.approx(
         found["packtrain_phase_seconds", "step"] / 14.0
     )
+
+
+@pytest.mark.parametrize(
+    ("n_events", "n_lines", "phase", "step"),
+    [
+        (1, 0, Phase.SCHEDULING, 0),
+        (3, 0, Phase.INIT, 0),
+        (4, 0, Phase.STEP, 0),
+        (7, 4, Phase.STEP, 4),
+        (8, 4, Phase.RESTART, 4),
+        (9, 4, Phase.INIT, 4),
+        (10, 4, Phase.STEP, 2),  # restored: back at the checkpoint
+        (10, 5, Phase.STEP, 3),
+    ],
+)
+def test_phase_and_step_of_each_moment(n_events, n_lines, phase, step):
+    events, lines = EVENTS[:n_events], LINES[:n_lines]
+    at = max([events[-1].at, *(line["at"] for line in lines)]) + 0.5
+    now = samples(events=events, lines=lines, now=at)
+    assert now.values["packtrain_run_phase"][phase.value,] == 1
+    assert sum(now.values["packtrain_run_phase"].values()) == 1
+    assert now.values["packtrain_step"][()] == step
+
+
+def test_the_phase_of_this_moment_is_that_of_the_whole_account():
+    waiting = [event(50.0, "run_created"), *EVENTS[1:], event(120.0, "attempt_ended", attempt=0)]
+    later = [
+        *waiting,
+        event(121.0, "nodes_awaited", world_size=2),
+        event(150.0, "attempt_started", attempt=1),
+    ]
+    for events in (waiting, later[:-1], later):
+        facts = RunFacts("demo", "RUNNING", {}, 200.0, is_driver_alive=True)
+        whole = account_run(facts, events, LINES).goodput.segments[-1].phase
+        assert current_phase(events, LINES, 200.0) == whole
 
 
 def test_what_is_not_known_is_not_exported():

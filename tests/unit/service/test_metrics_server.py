@@ -110,6 +110,10 @@ def test_a_reader_that_follows_says_what_one_that_reads_all_says(living):
     ledger.write("checkpoint_committed", step=40, n_bytes=7, write_s=0.5, path="step-00000040")
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 50, "at"')  # torn
+    followed = follower.samples(time.time())  # at once: the whole is not looked at again yet
+    assert followed.values["packtrain_step"][()] == 49
+    assert followed.values["packtrain_generation_steps"][()] == 49
+    until(lambda: time.monotonic() > follower._account_after)
     now = time.time()
     followed, whole = follower.samples(now), RunFollower(run_dir).samples(now)
     assert followed == whole
