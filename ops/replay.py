@@ -102,6 +102,9 @@ def replay(
 ) -> list[tuple[Event, Decision]]:
     """What the policy decides about each incident of a ledger, given what was done about those before it.
 
+    Lines that do not say whether the shells were alive, or which checkpoint was the newest, are taken by what
+    was done, and by the commits before them.
+
     Args:
         events: the ledger, in the order written.
         budgets: limits per kind of restart.
@@ -110,16 +113,20 @@ def replay(
     """
     past: list[tuple[Incident, Action, int, bool]] = []
     decided = []
+    newest_step = 0
     for event in events:
+        if event.kind == "checkpoint_committed":
+            newest_step = max(newest_step, event.integer("step"))
         incident = incident_of(event)
         if incident is None:
             continue
-        committed_step = event.integer("committed_step")
+        committed_step = event.integer("committed_step", newest_step)
         history = [
             PastIncident(earlier, action, progressed=committed_step > then, is_pending=is_pending)
             for earlier, action, then, is_pending in past
         ]
-        shells_alive = bool(event.fields.get("shells_alive", False))
+        in_place = event.text("action") == Action.RESTART_RANKS
+        shells_alive = bool(event.fields.get("shells_alive", in_place))
         decision = decide(
             incident,
             history,
