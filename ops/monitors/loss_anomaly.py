@@ -8,7 +8,6 @@ parameters: the engine skips the step. Reads no files.
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +17,12 @@ from ops.signal import Entity, EntityKind, Signal
 NAME = "loss_anomaly"
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+N_REMEMBERED = 4096
+"""Steps back to which a run can go and still be compared with what it was like there."""
+History = list[tuple[int, float]]
+"""Step and value, ascending."""
 
 
 class AnomalyKind(StrEnum):
@@ -80,9 +85,9 @@ class LossWatch:
     """Looks at one step after another. Mutable; a step told again (after a restart) begins anew there."""
 
     rules: LossRules = field(default_factory=LossRules)
-    _losses: deque[tuple[int, float]] = field(init=False, repr=False)
-    _log_norms: deque[tuple[int, float]] = field(init=False, repr=False)
-    _levels: deque[tuple[int, float]] = field(init=False, repr=False)
+    _losses: History = field(init=False, repr=False, default_factory=list)
+    _log_norms: History = field(init=False, repr=False, default_factory=list)
+    _levels: History = field(init=False, repr=False, default_factory=list)
     _best: float = field(init=False, default=math.inf)
     _last_step: int = field(init=False, default=-1)
     _spikes: list[tuple[int, float]] = field(init=False, repr=False, default_factory=list)
@@ -91,11 +96,6 @@ class LossWatch:
     _last_lr: float = field(init=False, default=math.inf)
     _n_warm_up: int = field(init=False, default=0)
     _n_since_warm_up: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self._losses = deque(maxlen=self.rules.n_window)
-        self._log_norms = deque(maxlen=self.rules.n_window)
-        self._levels = deque(maxlen=4096)
 
     def push(
         self, step: int, loss: float, grad_norm: float | None = None, lr: float | None = None
@@ -120,7 +120,7 @@ class LossWatch:
 
     def _look_at_loss(self, step: int, loss: float) -> list[LossAnomaly]:
         rules = self.rules
-        known = [value for _, value in self._losses]
+        known = self._window(self._losses)
         if len(known) >= rules.n_needed:
             expected, sigma = _expect(known)
             floor = rules.spike_floor_frac * abs(expected)
@@ -129,7 +129,7 @@ class LossWatch:
             if score > rules.spike_score:
                 return self._spike(step, loss, expected, score)
         self._spikes.clear()
-        self._losses.append((step, loss))
+        _remember(self._losses, step, loss)
         return self._look_at_level(step)
 
     def _spike(self, step: int, loss: float, expected: float, score: float) -> list[LossAnomaly]:
@@ -159,12 +159,12 @@ class LossWatch:
 
     def _look_at_level(self, step: int) -> list[LossAnomaly]:
         rules = self.rules
-        if len(self._losses) < rules.n_window:
+        values = self._window(self._losses)
+        if len(values) < rules.n_window:
             return []
-        values = [value for _, value in self._losses]
         level = statistics.median(values[rules.n_window // 2 :])
         _, sigma = _expect(values)
-        self._levels.append((step, level))
+        _remember(self._levels, step, level)
         self._best = min(self._best, level)
         factor = rules.warm_up_factor if self._is_warming_up() else 1.0
         allowed = factor * (rules.rise_frac * abs(self._best) + 3.0 * sigma)
@@ -187,8 +187,8 @@ class LossWatch:
         if grad_norm <= 0.0:
             return []
         value = math.log(grad_norm)
-        known = [v for _, v in self._log_norms]
-        self._log_norms.append((step, value))
+        known = self._window(self._log_norms)
+        _remember(self._log_norms, step, value)
         if len(known) < rules.n_needed:
             return []
         expected, sigma = _expect(known)
@@ -205,6 +205,9 @@ class LossWatch:
         return [
             LossAnomaly(AnomalyKind.SPIKE, "grad_norm", step, grad_norm, usual, score, limit, step, reason)
         ]
+
+    def _window(self, history: History) -> list[float]:
+        return [value for _, value in history[-self.rules.n_window :]]
 
     def _follow_lr(self, lr: float) -> None:
         if lr > self._last_lr:
@@ -226,6 +229,12 @@ class LossWatch:
         self._n_risen = 0
         self._is_norm_high = False
         self._last_lr = math.inf
+
+
+def _remember(history: History, step: int, value: float) -> None:
+    history.append((step, value))
+    if len(history) >= 2 * N_REMEMBERED:
+        del history[:N_REMEMBERED]
 
 
 def _expect(values: Sequence[float]) -> tuple[float, float]:

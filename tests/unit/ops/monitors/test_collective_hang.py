@@ -179,6 +179,16 @@ def test_boxes_of_an_older_attempt_are_ignored():
     moving = [replace(beat, age_s=1.0) for beat in beats_of(*new)]
     stale = replace(beats_of(left)[0], age_s=90_000.0)
     assert verdict([stale, *moving], n_ranks=2) is None
+    assert verdict([*moving, stale], n_ranks=2) is None
+
+
+def test_boxes_of_ranks_that_are_no_more_are_ignored():
+    """The run went on with fewer ranks: what rank 3 left behind is neither a hang nor a culprit."""
+    new = [replace(beat, age_s=1.0) for beat in beats_of(in_step(0, attempt=1), in_step(1, attempt=1))]
+    left = beats_of(in_step(3, attempt=0, step=2), age_s=90_000.0)
+    assert verdict([*new, *left], n_ranks=2) is None
+    stuck = [replace(beat, age_s=60.0) for beat in new]
+    assert verdict([*stuck, *left], n_ranks=2).culprits == ()
 
 
 def test_ended_ranks_are_ignored():

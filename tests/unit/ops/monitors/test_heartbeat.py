@@ -91,5 +91,6 @@ def test_only_the_newest_attempt_and_generation_count():
     old = beat(box(rank=0, attempt=0, generation=7))
     first, second = beat(box(rank=1, attempt=1), read_at=1.0), beat(box(rank=1, attempt=1), read_at=2.0)
     zeroth = beat(box(rank=0, attempt=1), read_at=2.0)
-    assert of_current_run([old, second, first, zeroth]) == [zeroth, second]
+    gone = beat(box(rank=2, attempt=0, generation=7), read_at=3.0)
+    assert of_current_run([old, second, first, zeroth, gone]) == [zeroth, second]
     assert of_current_run([]) == []

@@ -52,6 +52,19 @@ def test_nor_without_learning_rates_or_with_a_bump_at_the_top_of_warm_up(seed):
     assert watch(curve(seed, bump=0.6)) == []
 
 
+def test_a_hump_is_excused_by_a_rising_learning_rate_only():
+    draw = random.Random(7)
+    losses = [
+        4.0 + 0.9 * math.exp(-(((step - 250) / 60.0) ** 2)) + draw.gauss(0, 0.03) for step in range(500)
+    ]
+    for is_told, kinds in ((True, []), (False, [AnomalyKind.DIVERGENCE])):
+        watching = LossWatch()
+        found = []
+        for step, loss in enumerate(losses):
+            found += watching.push(step, loss, lr=min(step, 260) * 1e-6 if is_told else None)
+        assert [a.kind for a in found] == kinds
+
+
 def test_nor_do_odd_batches():
     """Now and then a batch of another kind, a quarter of a nat above the rest."""
     draw = random.Random(9)
@@ -141,6 +154,20 @@ def test_steps_told_again_after_a_restart_begin_anew_there():
     assert [a.step for a in told] == [501]
     for step in range(481, 1001):
         assert watching.push(step, losses[step - 1]) == []
+
+
+def test_a_run_that_went_back_is_compared_with_what_it_was_like_there():
+    """It diverged and went back by 250 steps: the losses of the lost steps must not excuse what comes."""
+    losses = curve(6)
+    watching = LossWatch()
+    told = []
+    for step in range(1, 851):
+        told += watching.push(step, losses[step - 1] + 0.01 * max(0, step - 600))
+    assert {a.kind for a in told} == {AnomalyKind.DIVERGENCE}
+    assert watching.push(601, losses[600]) == []
+    (spike,) = watching.push(602, losses[601] + 0.8)
+    assert (spike.kind, spike.step) == (AnomalyKind.SPIKE, 602)
+    assert [a for step in range(603, 801) for a in watching.push(step, losses[step - 1])] == []
 
 
 def test_rules_can_be_given():
