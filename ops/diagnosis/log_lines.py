@@ -37,7 +37,9 @@ _PREFIXES: Final = tuple(
 )
 _RANK: Final = re.compile(r"\b(?:[Rr]ank|RANK)[ =:]+(\d+)\b|\[rank(\d+)\]|[(\[]Rank (\d+)[)\]]")
 _RAY_NODE: Final = re.compile(r"\bip=([\w.:]+)")
-_FRAME: Final = re.compile(r'^\s+File "([^"]+)", line \d+')
+_FRAME: Final = re.compile(r'^\s+File "([^"]+)", line \d+(?:, in (\S+))?')
+_RICH_BOX: Final = re.compile(r"^\s*[\u2500-\u257f]")
+"""A traceback as rich draws it: source in a box."""
 _CARETS: Final = re.compile(r"^\s+[\^~]+\s*$")
 TRACEBACK: Final = "Traceback (most recent call last)"
 MAX_LINE_CHARS: Final = 8192
@@ -60,7 +62,7 @@ class LogLine:
     """Wall clock as printed, in a form that sorts; empty where there is none."""
     level: str = ""
     frames: tuple[str, ...] = ()
-    """Files of the traceback that this line ends, outermost first."""
+    """File:function of each frame of the traceback that this line ends, outermost first."""
     is_code: bool = False
     """A line of source quoted in a traceback: says nothing about what happened."""
 
@@ -122,7 +124,7 @@ def split_log(lines: Iterable[str]) -> Iterator[LogLine]:
                 in_traceback, after_frame, frames = True, False, []
                 yield _part(line, part)
             elif in_traceback and (frame := _FRAME.match(part)) is not None:
-                frames.append(frame[1])
+                frames.append(f"{frame[1]}:{frame[2] or ''}")
                 after_frame = True
                 yield _part(line, part, is_code=True)
             elif in_traceback and ((after_frame and part[:2].isspace()) or _CARETS.match(part)):
@@ -132,7 +134,7 @@ def split_log(lines: Iterable[str]) -> Iterator[LogLine]:
                 yield _part(line, part, frames=tuple(frames))
                 in_traceback = after_frame = False
             else:
-                yield _part(line, part)
+                yield _part(line, part, is_code=_RICH_BOX.match(part) is not None)
 
 
 def _part(line: LogLine, body: str, *, frames: tuple[str, ...] = (), is_code: bool = False) -> LogLine:

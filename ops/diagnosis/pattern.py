@@ -79,6 +79,8 @@ class Pattern:
     confidence: float
     yields: bool = False
     """A root that victims of another one print too: it holds only where no other root is found."""
+    general: bool = False
+    """Knows an exception by its type alone: within a line, any row that knows the message goes before it."""
     advice: str = ""
     repeated: Repeated | None = None
     needs: frozenset[str] = frozenset()
@@ -141,7 +143,18 @@ _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's, ten times as fast, where it is there."""
 _REQUIRED: Final = frozenset({"id", "class", "role", "regex"})
 _OPTIONAL: Final = frozenset(
-    {"blames", "source", "action", "runbook", "confidence", "yields", "advice", "repeated", "disabled"}
+    {
+        "blames",
+        "source",
+        "action",
+        "runbook",
+        "confidence",
+        "yields",
+        "general",
+        "advice",
+        "repeated",
+        "disabled",
+    }
 )
 _KEYS: Final = _REQUIRED | _OPTIONAL
 
@@ -189,6 +202,7 @@ def _pattern(row: Mapping[str, Any], source: Path) -> Pattern:
         runbook=str(row.get("runbook", failure_class.value)),
         confidence=confidence,
         yields=yields,
+        general=bool(row.get("general", False)),
         advice=str(row.get("advice", "")),
         repeated=again,
         needs=required_texts(row["regex"]),
@@ -266,6 +280,7 @@ def _changed(old: Pattern, row: Mapping[str, Any], path: Path) -> Pattern:
         "source": old.source,
         "advice": old.advice,
         "yields": old.yields,
+        "general": old.general,
     }
     if "class" not in row:
         whole |= {"action": old.action, "runbook": old.runbook}

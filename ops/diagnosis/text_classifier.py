@@ -23,8 +23,8 @@ ROOT_WEIGHT: Final = 3
 """A finding that weighs as much or more can be where it began."""
 HINT: Final = 0.3
 """An ambiguous line below this confidence weighs no more than what a victim prints."""
-GENERAL: Final = frozenset({"exception-of-the-program", "runtime-error-of-the-program", "python-value-error"})
-"""Rows that know an exception by its type alone."""
+OPEN: Final = frozenset({"runtime-error", "some-value-error"})
+"""Rows whose exception anybody raises: the program's own if its own code is where the traceback ends."""
 _VARYING: Final = re.compile(r"\[\d+\]|\bpid[ =:]\d+|\b\d{4}-\d\d-\d\d\S*")
 _KINDS: Final = frozenset(kind.value for kind in EntityKind)
 
@@ -51,6 +51,9 @@ _GPU: Final = re.compile(
     r"\bGPU[ -]?(\d{1,2})\b|\b(?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.\d)?)"
 )
 _TRACKER_FRAMES: Final = re.compile(r"[/\\](?:mlflow|wandb|comet_ml|neptune|clearml|aim)[/\\]")
+_LIBRARY_FRAMES: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python\d|^<")
+_LOAD_FRAMES: Final = re.compile(r"(?:torch[/\\]serialization|torch[/\\]_weights_only_unpickler)\.py:\w*load")
+"""Whatever goes wrong inside of torch.load does so because of what is in the file."""
 _CHECKPOINT_FRAMES: Final = re.compile(
     r"torch[/\\]serialization|distributed[/\\]checkpoint|safetensors|[/\\]checkpoint"
 )
@@ -117,6 +120,7 @@ def find_in(line: LogLine, registry: Registry, origin: Entity = UNKNOWN_ENTITY) 
     """What one line is evidence of; None for most lines."""
     text = registry.without_ignored(line.body).strip()
     best: Finding | None = None
+    best_order = (False, 0, False)
     for pattern in registry.candidates(text):
         match = pattern.regex.search(text)
         if match is None or _CONDITION.search(text, 0, match.start()):
@@ -124,9 +128,10 @@ def find_in(line: LogLine, registry: Registry, origin: Entity = UNKNOWN_ENTITY) 
         finding = Finding(line, _verdict(line, text, pattern, match, origin), pattern.yields)
         if pattern.role is Role.BENIGN:
             return finding
-        if best is None or (finding.weight, finding.is_known) > (best.weight, best.is_known):
-            best = finding
-    return best and _by_frames(best)
+        order = (not pattern.general, finding.weight, finding.is_known)
+        if best is None or order > best_order:
+            best, best_order = finding, order
+    return best and _by_frames(best, is_general=not best_order[0])
 
 
 def _verdict(line: LogLine, text: str, pattern: Pattern, match: re.Match[str], origin: Entity) -> Verdict:
@@ -174,18 +179,24 @@ def _reclassed(verdict: Verdict, failure_class: FailureClass, role: Role, confid
     )
 
 
-def _by_frames(finding: Finding) -> Finding:
-    """A general exception takes its class from the library whose frames its traceback ends in."""
-    last = finding.line.frames[-3:]
-    if not last or finding.weight > 3:
+def _by_frames(finding: Finding, *, is_general: bool) -> Finding:
+    """An exception that says little takes its class from where its traceback ends."""
+    files = finding.line.frames
+    if not files or (finding.weight > ROOT_WEIGHT and not is_general):
         return finding
-    if any(_TRACKER_FRAMES.search(file) for file in last):
-        verdict = _reclassed(finding.verdict, FailureClass.TRACKING, Role.ROOT, 0.7)
+    verdict = finding.verdict
+    if is_general and _LOAD_FRAMES.search(files[-1]):
+        return replace(finding, verdict=_reclassed(verdict, FailureClass.CORRUPT_CHECKPOINT, Role.ROOT, 0.7))
+    if any(_TRACKER_FRAMES.search(file) for file in files[-3:]):
+        verdict = _reclassed(verdict, FailureClass.TRACKING, Role.ROOT, 0.7)
         return replace(finding, verdict=verdict, yields=True)
-    if finding.verdict.pattern in GENERAL and any(_CHECKPOINT_FRAMES.search(file) for file in last):
-        return replace(
-            finding, verdict=_reclassed(finding.verdict, FailureClass.UNKNOWN, Role.AMBIGUOUS, 0.4)
-        )
+    if not is_general:
+        return finding
+    if any(_CHECKPOINT_FRAMES.search(file) for file in files[-3:]):
+        return replace(finding, verdict=_reclassed(verdict, FailureClass.UNKNOWN, Role.AMBIGUOUS, 0.4))
+    if verdict.pattern in OPEN and not _LIBRARY_FRAMES.search(files[-1]):
+        verdict = _reclassed(verdict, FailureClass.USER_CODE, Role.ROOT, 0.6)
+        return replace(finding, verdict=verdict, yields=True)
     return finding
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.diagnosis.evidence import classify_line, diagnose_log
@@ -130,6 +130,7 @@ YIELDING = ("hang", "network")
 ROOTS = [row for row in LINES if row["role"] in ("root_candidate", "cause_confirmation")]
 
 
+@settings(max_examples=60, deadline=None)
 @given(root=st.sampled_from(ROOTS), seed=st.integers(0, 2**32))
 def test_the_root_is_found_whatever_the_order(root: dict[str, Any], seed: int) -> None:
     dice = random.Random(seed)
@@ -147,6 +148,7 @@ def test_the_root_is_found_whatever_the_order(root: dict[str, Any], seed: int) -
         assert verdict.role is Role.ROOT
 
 
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_confirmation_that_comes_last_names_what_was_ambiguous(seed: int) -> None:
     dice = random.Random(seed)
@@ -163,6 +165,7 @@ def test_a_confirmation_that_comes_last_names_what_was_ambiguous(seed: int) -> N
     assert verdict.confidence >= 0.9
 
 
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_victims_alone_are_never_a_root(seed: int) -> None:
     dice = random.Random(seed)
@@ -264,3 +267,22 @@ def test_an_xid_in_a_ranks_log_outweighs_what_the_rank_saw() -> None:
         "kernel: NVRM: Xid (PCI:0000:18:00): 79, pid='<unknown>', GPU has fallen off the bus.",
     ]
     assert diagnose_log(log).failure_class == "gpu_hardware"
+
+
+def test_exceptions_that_say_little_take_their_class_from_where_they_were_raised() -> None:
+    def ends_in(file: str, function: str, error: str) -> Verdict:
+        return diagnosed(
+            f'Traceback (most recent call last):\n  File "/app/train.py", line 3, in main\n'
+            f'    go()\n  File "{file}", line 7, in {function}\n    step()\n{error}'
+        )
+
+    packages = "/usr/lib/python3.11/site-packages"
+    error = "RuntimeError: it went wrong"
+    assert ends_in("/app/model.py", "forward", error).failure_class == "user_code"
+    assert ends_in(f"{packages}/lib/thing.py", "run", error).failure_class == "unknown"
+    assert (
+        ends_in(f"{packages}/torch/serialization.py", "load", "EOFError").failure_class
+        == "corrupt_checkpoint"
+    )
+    assert ends_in(f"{packages}/wandb/sdk/run.py", "log", error).failure_class == "tracking"
+    assert diagnosed(error).failure_class == "unknown"
