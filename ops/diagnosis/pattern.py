@@ -14,6 +14,7 @@ from typing import Any, Final
 import yaml
 
 from jobs.errors import PacktrainError
+from ops.decision import Action
 from ops.diagnosis.required_text import required_texts
 from ops.diagnosis.verdict import Role
 from ops.incident import FailureClass
@@ -41,7 +42,7 @@ SUGGESTED_ACTION: Final[Mapping[FailureClass, str]] = {
     FailureClass.BENIGN: "OBSERVE",
     FailureClass.UNKNOWN: "RESTART",
 }
-ACTIONS: Final = frozenset({*SUGGESTED_ACTION.values(), "SHRINK"})
+ACTIONS: Final = frozenset(action.value for action in Action)
 
 CONFIDENCE: Final[Mapping[Role, float]] = {
     Role.ROOT: 0.9,
