@@ -45,6 +45,8 @@ class PastIncident:
     """A newer checkpoint was committed between this incident and the one being decided."""
     is_pending: bool = False
     """The action waits for a checkpoint (Decision.at_checkpoint) and has not begun."""
+    in_place: bool = True
+    """Decision.in_place: it takes the shells of that attempt, new attempts aside."""
 
 
 def decide(
@@ -107,7 +109,8 @@ def is_handled(
     own = incident.generation
     for past in history if own is not None else ():
         theirs = past.incident.generation
-        is_done = past.action in NEW_ATTEMPTS | {Action.STOP} or (past.action in RESTARTS and shells_alive)
+        can_go_on = shells_alive or not past.in_place
+        is_done = past.action in NEW_ATTEMPTS | {Action.STOP} or (past.action in RESTARTS and can_go_on)
         is_due = still_trains or not past.is_pending
         if theirs is not None and own is not None and theirs >= own and is_done and is_due:
             return True

@@ -5,6 +5,7 @@ policy, or other budgets, would have done. Reads no file (ledger.py) and decides
 """
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 from jobs.spec.job import ResilienceSection
@@ -39,6 +40,7 @@ def incident_fields(
         "evidence": incident.evidence[-4000:],
         "shells_alive": shells_alive,
         "committed_step": committed_step,
+        "in_place": decision.in_place,
     }
     if incident.generation is not None:
         fields["attempt"], fields["generation"] = incident.generation
@@ -111,7 +113,7 @@ def replay(
         available: what could be carried out.
         situation_at: what else was known: from the book of nodes up to that moment, say.
     """
-    past: list[tuple[Incident, Action, int, bool]] = []
+    past: list[tuple[int, PastIncident]] = []
     decided = []
     newest_step = 0
     for event in events:
@@ -121,10 +123,7 @@ def replay(
         if incident is None:
             continue
         committed_step = event.integer("committed_step", newest_step)
-        history = [
-            PastIncident(earlier, action, progressed=committed_step > then, is_pending=is_pending)
-            for earlier, action, then, is_pending in past
-        ]
+        history = [replace(one, progressed=committed_step > then) for then, one in past]
         in_place = event.text("action") == Action.RESTART_RANKS
         shells_alive = bool(event.fields.get("shells_alive", in_place))
         decision = decide(
@@ -138,5 +137,7 @@ def replay(
         decided.append((event, decision))
         taken = event.text("action")
         action = Action(taken) if taken in set(Action) else decision.action
-        past.append((incident, action, committed_step, bool(event.fields.get("at_checkpoint", False))))
+        is_pending = bool(event.fields.get("at_checkpoint", False))
+        was_in_place = bool(event.fields.get("in_place", in_place))
+        past.append((committed_step, PastIncident(incident, action, False, is_pending, was_in_place)))
     return decided
