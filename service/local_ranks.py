@@ -168,7 +168,6 @@ def _rank_main(rank: int, mesh: Mesh, kv_replicas: int, store: str, payload: byt
 
 def _run(rank: int, mesh: Mesh, kv_replicas: int, store: str, payload: bytes) -> Any:
     import torch
-    import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     from jobs.comm.groups import destroy_groups, init_groups
@@ -178,7 +177,6 @@ def _run(rank: int, mesh: Mesh, kv_replicas: int, store: str, payload: bytes) ->
     fn, args = pickle.loads(payload)
     meeting = FileStore(store, mesh.world_size)
     groups = init_groups(mesh, rank, meeting, "gloo", COLLECTIVE_LIMIT_S, kv_replicas)
-    dist.barrier(group=groups.control)  # no rank may leave while another still connects to it
     value = fn(groups, *args)
     destroy_groups(groups)
     return value

@@ -89,7 +89,7 @@ def init_groups(
     maker = _AxisMaker(mesh, rank, limit)
     control = dist.new_group(list(range(mesh.world_size)), timeout=limit, backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
-    return Groups(
+    groups = Groups(
         mesh=mesh,
         rank=rank,
         world=maker.axis(range(mesh.world_size)),
@@ -103,6 +103,8 @@ def init_groups(
         sums={name: maker.axis(sum_line(mesh, rank, name, kv_replicas)) for name in SUMS},
         control=control,
     )
+    dist.barrier(group=control)  # gloo: no rank may leave while another still connects to it
+    return groups
 
 
 def make_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:

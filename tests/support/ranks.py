@@ -161,7 +161,6 @@ def _run(rank: int, mesh: Mesh, kv_replicas: int, store: str, limit_s: float, pa
     fn, args = pickle.loads(payload)
     meeting = dist.FileStore(store, mesh.world_size)
     groups = init_groups(mesh, rank, meeting, "gloo", limit_s, kv_replicas)
-    dist.barrier(group=groups.control)  # no rank may leave while another still connects to it
     value = fn(groups, *args)
     destroy_groups(groups)
     return value
