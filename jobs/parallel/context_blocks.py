@@ -180,6 +180,29 @@ def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_l
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
+def attend_more(
+    block: Block,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    same: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Put a block into out and lse of all rows, in place: `attend`, then `merge`.
+
+    Args:
+        block: which of the rows, and which keys of kv.
+        q: [B, H, S/cp, C].
+        kv: [2, B, K, N, C], keys and values.
+        same: the block's document mask, as in `attend`.
+        out: [B, H, S/cp, C], in the accumulators' type.
+        lse: [B, H, S/cp].
+    """
+    rows = block.rows
+    k, v = kv[:, :, :, block.keys].unbind(0)
+    merge(out[:, :, rows], lse[:, :, rows], *attend(q[:, :, rows], k, v, block.causal, same))
+
+
 def attend_plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, same: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ from jobs.parallel.context_blocks import (
     accumulator_type,
     attend,
     attend_backward,
-    merge,
+    attend_more,
     same_document,
 )
 from jobs.parallel.zigzag import in_parts, in_true_order, part_of
@@ -87,9 +87,7 @@ class _Gathered(torch.autograd.Function):
         out = out.to(accumulator_type(q.dtype))
         kv = in_true_order(list(pending.wait().unbind(0)), 3)  # [2, B, K, S, C]
         for block, same in others:
-            rows, keys = block.rows, block.keys
-            found = attend(q[:, :, rows], kv[0, :, :, keys], kv[1, :, :, keys], False, same)
-            merge(out[:, :, rows], lse[:, :, rows], *found)
+            attend_more(block, q, kv, same, out, lse)
         out = out.to(q.dtype)
         ctx.cp = cp
         ctx.save_for_backward(q, k, v, kv, ids, out, lse)

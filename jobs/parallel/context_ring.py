@@ -32,7 +32,7 @@ from jobs.parallel.context_blocks import (
     Rows,
     accumulator_type,
     attend,
-    merge,
+    attend_more,
     same_document,
 )
 from jobs.parallel.zigzag import part_of
@@ -105,9 +105,7 @@ class _Ring(torch.autograd.Function):
             block = ring_block(cp.rank, source, q.shape[2])
             has_work, same = parts.mask(block, source)
             if has_work:
-                rows, keys = block.rows, block.keys
-                found = attend(q[:, :, rows], kv[0, :, :, keys], kv[1, :, :, keys], block.causal, same)
-                merge(out[:, :, rows], lse[:, :, rows], *found)
+                attend_more(block, q, kv, same, out, lse)
         out = out.to(q.dtype)
         ctx.cp = cp
         ctx.save_for_backward(q, k, v, ids, out, lse)
@@ -154,11 +152,11 @@ class _Parts:
 
     def __init__(self, ids: torch.Tensor | None, cp: Axis) -> None:
         self._ids, self._cp = ids, cp
+        self._own_ids = None if ids is None else part_of(ids, cp.size, cp.rank, 1)
 
     def mask(self, block: Block, source: int) -> tuple[bool, torch.Tensor | None]:
         """Whether a block against the part of `source` has work, and its document mask."""
-        if self._ids is None:
+        if self._ids is None or self._own_ids is None:
             return True, None
-        row_ids = part_of(self._ids, self._cp.size, self._cp.rank, 1)[:, block.rows]
         key_ids = part_of(self._ids, self._cp.size, source, 1)[:, block.keys]
-        return same_document(row_ids, key_ids)
+        return same_document(self._own_ids[:, block.rows], key_ids)

@@ -353,7 +353,9 @@ def _traffic(groups, documents):
         return attend_backward(grad, q, k, *rest)
 
     dist.batch_isend_irecv = counted_exchange
-    context_ring.attend, context_blocks.attend_backward = counted_attend, counted_backward
+    # The own part is attended to in context_ring, all others in context_blocks.
+    context_ring.attend = context_blocks.attend = counted_attend
+    context_blocks.attend_backward = counted_backward
     cp = groups.cp
     operations = context_operations(Operations(), "ring", cp, S)
     q, k, v, _ = (part_of(x, cp.size, cp.rank, 2) for x in _inputs(4, 2, torch.float32))
