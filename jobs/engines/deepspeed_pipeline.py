@@ -24,26 +24,17 @@ from torch import nn
 from jobs.comm.collectives import sum_in_place
 from jobs.comm.groups import Groups
 from jobs.engines.base import MicroBatch, StepResult
+from jobs.engines.deepspeed_import import import_deepspeed
 from jobs.engines.deepspeed_mesh import clip_whole_gradients, own_pieces, start_pieces
 from jobs.engines.deepspeed_start import (
     GroupBook,
     build_optimizer,
-    deepspeed,
     deepspeed_config,
     initialize,
     quiet_start,
     set_lr,
 )
-from jobs.engines.deepspeed_state import (
-    Fragment,
-    create_moments,
-    find_fragments,
-    fragment_chunks,
-    publish_masters,
-    refine_masters,
-    replicated_fragments,
-    set_step_counters,
-)
+from jobs.engines.deepspeed_state import EngineState
 from jobs.engines.layout import operations_for
 from jobs.models.init import take_parameters
 from jobs.models.llama import Llama
@@ -53,6 +44,8 @@ from jobs.planner.stages import Stage, plan_stages
 from jobs.spec.job import JobSpec
 from jobs.spec.strategy import DeepspeedPipelineStrategy
 from jobs.state import Chunk
+
+deepspeed = import_deepspeed()
 
 TIED = "embedding"
 """Name that DeepSpeed knows the tied embeddings by."""
@@ -96,7 +89,6 @@ class DeepspeedPipelineEngine:
         self._device = device
         self._stage = strategy.stage
         self._clip_norm = spec.optim.grad_clip_norm
-        self._n_updates = torch.zeros(1, dtype=torch.int64)
         stages = plan_stages(spec.model, strategy.pp, split=strategy.split)
         own = stages[groups.pp.rank]
         operations = operations_for(spec, groups, device, own.index)
@@ -117,10 +109,9 @@ class DeepspeedPipelineEngine:
         if self._stage == 0:
             step = deepspeed.runtime.pipe.schedule.OptimizerStep
             self._engine._INSTRUCTION_MAP = {**self._engine._INSTRUCTION_MAP, step: self._update_plain}
-        self._fragments = self._find_fragments()
-        create_moments(self._optimizer, [fragment.holder for fragment in self._fragments])
-        if spec.train.precision == "bf16":
-            refine_masters(self._fragments, start)
+        zero_optimizer = self._engine.optimizer if self._stage else None
+        masters = start if spec.train.precision == "bf16" else None
+        self._state = EngineState(zero_optimizer, self._optimizer, self._pieces, groups.sums["data"], masters)
         self._loss_scale = 1.0
         self._plain_figures = (0.0, False)
         self._shape: torch.Size | None = None
@@ -137,7 +128,7 @@ class DeepspeedPipelineEngine:
         self._loss_scale = len(batches) * self._groups.dp.size / max(1, n_valid_tokens)
         loss = self._engine.train_batch(self._feed(batches))
         grad_norm, skipped = self._plain_figures if self._stage == 0 else self._sharded_figures()
-        self._n_updates += not skipped
+        self._state.count_step(skipped=skipped)
         return StepResult(loss.item(), grad_norm, skipped)
 
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
@@ -149,17 +140,12 @@ class DeepspeedPipelineEngine:
 
     def chunks(self) -> list[Chunk]:
         """As in Engine."""
-        found = fragment_chunks(self._fragments, self._optimizer)
-        if isinstance(self._optimizer, torch.optim.AdamW):
-            found.append(Chunk("optim/step", (1,), (0,), self._n_updates, self._groups.rank == 0))
-        return found
+        return self._state.chunks(is_first_rank=self._groups.rank == 0)
 
     def after_load(self, lr: float) -> None:
         """As in Engine."""
-        set_step_counters(self._optimizer, int(self._n_updates))
         set_lr(self._optimizer, lr)
-        if self._stage > 0:
-            publish_masters(self._engine.optimizer)
+        self._state.after_load()
 
     def _pipeline_module(self, llama: Llama, stages: tuple[Stage, ...]) -> tuple[StageModule, Any]:
         """The stage, and DeepSpeed's module around it. Collective."""
@@ -199,11 +185,6 @@ class DeepspeedPipelineEngine:
 
     def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self._cross_entropy(logits, labels) * self._loss_scale
-
-    def _find_fragments(self) -> list[Fragment]:
-        if self._stage == 0:
-            return replicated_fragments(self._pieces, self._groups.dp.rank, self._groups.dp.size)
-        return find_fragments(self._engine.optimizer, self._pieces)
 
     def _sharded_figures(self) -> tuple[float, bool]:
         return float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow)

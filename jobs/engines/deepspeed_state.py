@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from jobs.comm.buckets import plan_writers
+from jobs.comm.groups import Axis
 from jobs.parallel.placement import Placement
 from jobs.state import Chunk, boxes_of_flat_range
 
@@ -54,6 +55,54 @@ class Fragment:
     def of(self, laid_out_like_holder: torch.Tensor) -> torch.Tensor:
         """The fragment's elements of the holder or of a moment: [n_elements], a view."""
         return laid_out_like_holder.detach().view(-1)[self.offset : self.offset + self.n_elements]
+
+
+class EngineState:
+    """Masters, moments and step counter of one DeepSpeed engine, at any stage."""
+
+    def __init__(
+        self,
+        zero_optimizer: Any | None,
+        torch_optimizer: torch.optim.Optimizer,
+        pieces: Mapping[torch.Tensor, Piece],
+        data: Axis,
+        start: Mapping[str, torch.Tensor] | None,
+    ) -> None:
+        """Find this rank's share and give it moments. Local.
+
+        Args:
+            zero_optimizer: the optimizer that deepspeed.initialize returned; None at stage 0.
+            torch_optimizer: the one that was handed to it.
+            pieces: what each module parameter holds.
+            data: the ranks that hold the same pieces and see other tokens.
+            start: fp32 start weights for masters that DeepSpeed rounded to bf16; None where it did not.
+        """
+        self._zero_optimizer, self._torch_optimizer = zero_optimizer, torch_optimizer
+        if zero_optimizer is None:
+            self._fragments = replicated_fragments(pieces, data.rank, data.size)
+        else:
+            self._fragments = find_fragments(zero_optimizer, pieces)
+        create_moments(torch_optimizer, [fragment.holder for fragment in self._fragments])
+        if start is not None:
+            refine_masters(self._fragments, start)
+        self._n_updates = torch.zeros(1, dtype=torch.int64)
+
+    def count_step(self, *, skipped: bool) -> None:
+        """A step was taken, or dropped. Local."""
+        self._n_updates += not skipped
+
+    def chunks(self, *, is_first_rank: bool) -> list[Chunk]:
+        """As in Engine; the first rank of all writes the step counter. Local."""
+        found = fragment_chunks(self._fragments, self._torch_optimizer)
+        if isinstance(self._torch_optimizer, torch.optim.AdamW):
+            found.append(Chunk("optim/step", (1,), (0,), self._n_updates, is_first_rank))
+        return found
+
+    def after_load(self) -> None:
+        """Make step counters and forward weights agree with what was read. Collective at stages 1 to 3."""
+        set_step_counters(self._torch_optimizer, int(self._n_updates))
+        if self._zero_optimizer is not None:
+            publish_masters(self._zero_optimizer)
 
 
 def find_fragments(zero_optimizer: Any, pieces: Mapping[torch.Tensor, Piece]) -> list[Fragment]:

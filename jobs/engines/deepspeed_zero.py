@@ -35,16 +35,7 @@ from jobs.engines.deepspeed_start import (
     quiet_start,
     set_lr,
 )
-from jobs.engines.deepspeed_state import (
-    Fragment,
-    create_moments,
-    find_fragments,
-    fragment_chunks,
-    publish_masters,
-    refine_masters,
-    replicated_fragments,
-    set_step_counters,
-)
+from jobs.engines.deepspeed_state import EngineState
 from jobs.engines.layout import operations_for
 from jobs.models.init import take_parameters
 from jobs.models.llama import Llama
@@ -76,7 +67,6 @@ class DeepspeedZeroEngine:
         self._device = device
         self._stage = spec.strategy.stage
         self._clip_norm = spec.optim.grad_clip_norm
-        self._n_updates = torch.zeros(1, dtype=torch.int64)
         placements = place_parameters(
             spec.model,
             groups.mesh,
@@ -100,10 +90,9 @@ class DeepspeedZeroEngine:
                 mark_counted(self._pieces)
                 sum_partial_gradients(self._pieces, groups)
             self._engine = initialize(model, self._optimizer, zero_config(spec), device, mpu)
-        self._fragments = self._find_fragments()
-        create_moments(self._optimizer, [fragment.holder for fragment in self._fragments])
-        if spec.train.precision == "bf16":
-            refine_masters(self._fragments, start)
+        zero_optimizer = self._engine.optimizer if self._stage else None
+        masters = start if spec.train.precision == "bf16" else None
+        self._state = EngineState(zero_optimizer, self._optimizer, self._pieces, self._data, masters)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -125,7 +114,7 @@ class DeepspeedZeroEngine:
         reduction = start_sum_in_place(loss_sum, self._data)
         grad_norm, skipped = self._update_plain() if self._stage == 0 else self._update_sharded()
         reduction.wait()
-        self._n_updates += not skipped
+        self._state.count_step(skipped=skipped)
         return StepResult(loss_sum.item() / self._data.size, grad_norm, skipped)
 
     @torch.no_grad()
@@ -140,18 +129,12 @@ class DeepspeedZeroEngine:
 
     def chunks(self) -> list[Chunk]:
         """As in Engine."""
-        found = fragment_chunks(self._fragments, self._optimizer)
-        if isinstance(self._optimizer, torch.optim.AdamW):
-            is_writer = self._groups.rank == 0
-            found.append(Chunk("optim/step", (1,), (0,), self._n_updates, is_writer))
-        return found
+        return self._state.chunks(is_first_rank=self._groups.rank == 0)
 
     def after_load(self, lr: float) -> None:
         """As in Engine."""
-        set_step_counters(self._optimizer, int(self._n_updates))
         set_lr(self._optimizer, lr)
-        if self._stage > 0:
-            publish_masters(self._engine.optimizer)
+        self._state.after_load()
 
     def _loss_sum(self, batch: MicroBatch) -> torch.Tensor:
         batch = split_batch(batch, self._groups.cp)
@@ -162,11 +145,6 @@ class DeepspeedZeroEngine:
             None if ids is None else ids.to(self._device, non_blocking=True),
         )
         return self._loss(logits, batch.labels.to(self._device, non_blocking=True))
-
-    def _find_fragments(self) -> list[Fragment]:
-        if self._stage == 0:
-            return replicated_fragments(self._pieces, self._data.rank, self._data.size)
-        return find_fragments(self._engine.optimizer, self._pieces)
 
     def _update_sharded(self) -> tuple[float, bool]:
         """Stages 1 to 3: DeepSpeed clips and steps, or drops the step when its norm is not finite."""
