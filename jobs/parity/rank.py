@@ -55,21 +55,22 @@ def measure_rank(groups: Groups, spec: JobSpec, n_steps: int) -> RankNumbers:
     """
     first = gradient_phase(spec)
     engine = build_engine(first, groups, torch.device("cpu"))
-    result = _step(engine, first, groups, 0)
+    result = train_step(engine, first, groups, 0)
     gradients, after_adamw = _pieces(engine, GRADIENT), _pieces(engine, WEIGHT)
     del engine
     sgd = sgd_phase(spec)
     engine = build_engine(sgd, groups, torch.device("cpu"))
-    _step(engine, sgd, groups, 0)
+    train_step(engine, sgd, groups, 0)
     after_sgd = _pieces(engine, WEIGHT)
     del engine
     longer = losses_phase(spec)
     engine = build_engine(longer, groups, torch.device("cpu"))
-    losses = [_step(engine, longer, groups, step).loss for step in range(n_steps)]
+    losses = [train_step(engine, longer, groups, step).loss for step in range(n_steps)]
     return RankNumbers(result.loss, result.grad_norm, gradients, after_adamw, after_sgd, losses)
 
 
-def _step(engine: Engine, spec: JobSpec, groups: Groups, step: int) -> StepResult:
+def train_step(engine: Engine, spec: JobSpec, groups: Groups, step: int) -> StepResult:
+    """Step number `step`, on this rank's share of its global batch. Collective over all ranks."""
     batch = global_batch(spec, step)
     lr = lr_at(spec.optim, spec.train.steps, step)
     return engine.train_step(share(batch, spec, groups.dp.rank), n_valid_tokens(batch), lr)

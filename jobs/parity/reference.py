@@ -64,7 +64,7 @@ class _Loop:
         self._model: Llama = build_llama(
             spec.model, spec.run.seed, torch.device("cpu"), torch.float64, operations
         )
-        self._optimizer = _optimizer(self._model, spec.optim)
+        self._optimizer = plain_optimizer(self._model, spec.optim)
 
     def step(self, step: int) -> tuple[float, float]:
         """Loss before the step and norm of the gradient before clipping."""
@@ -110,7 +110,8 @@ class _Loop:
         return {name: tensor.detach().double().clone() for name, tensor in named.items()}
 
 
-def _optimizer(model: torch.nn.Module, optim: OptimSpec) -> torch.optim.Optimizer:
+def plain_optimizer(model: torch.nn.Module, optim: OptimSpec) -> torch.optim.Optimizer:
+    """Torch's optimizer as a hand-written loop has it: matrices are decayed, vectors are not."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},

@@ -2,50 +2,30 @@
 
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from jobs.comm.groups import Groups
 from jobs.engines.build import build_engine
-from jobs.events import Progress
-from jobs.parallel.placement import kv_replicas, place_parameters
-from jobs.parity.batches import global_batch, n_valid_tokens, share
+from jobs.parallel.placement import place_parameters
+from jobs.parity.batches import global_batch, n_valid_tokens
+from jobs.parity.rank import train_step
 from jobs.planner.legality import refusals
 from jobs.planner.stages import plan_stages
-from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import JobSpec
 from jobs.spec.model import parameter_shapes
 from ops.checkpoint.huggingface import export_huggingface, read_huggingface
-from ops.checkpoint.manifest import Identity
 from ops.checkpoint.reader import find_newest, load_into
-from ops.checkpoint.writer import AsyncWriter, Peers
-from tests.support.checkpoints import Events
-from tests.support.parity_runs import DENSE, MOE, layout_spec
-from tests.support.ranks import run_ranks
+from tests.support.parity_runs import DENSE, MOE, launch, layout_spec, save
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(120)]
 CPU = torch.device("cpu")
 
 
-def launch(fn: Any, spec: JobSpec, tmp_path: Path, *args: Any) -> list[Any]:
-    mesh = spec.strategy.mesh
-    return run_ranks(fn, mesh, tmp_path, spec, *args, kv_replicas=kv_replicas(spec.model, mesh))
-
-
 def reasons(spec: JobSpec) -> str:
     return "\n".join(str(refusal) for refusal in refusals(spec))
-
-
-def save(groups: Groups, engine: Any, spec: JobSpec, folder: str) -> None:
-    peers = Peers(groups.rank, groups.world_size, dist.FileStore(f"{folder}.store", groups.world_size))
-    identity = Identity(model_fingerprint(spec.model), spec.strategy.kind, groups.mesh)
-    writer = AsyncWriter(Path(folder), identity, peers, Events())
-    writer.save(engine.chunks(), Progress(1))
-    assert writer.wait(30)
 
 
 # -------------------------------------------- deepspeedai/DeepSpeed#6589, pytorch/torchtitan#4258
@@ -60,7 +40,7 @@ def save_numbered_experts(groups: Groups, spec: JobSpec, folder: str) -> None:
     for chunk in engine.chunks():
         if ".experts." in chunk.name:
             chunk.tensor.fill_(float(chunk.name.split(".experts.")[1].split(".")[0]))
-    save(groups, engine, spec, folder)
+    save(groups, engine, spec, folder, 1)
 
 
 def experts_read(groups: Groups, spec: JobSpec, folder: str) -> set[tuple[int, float]]:
@@ -125,9 +105,8 @@ def test_the_built_model_has_as_many_parameters_as_the_formula(tied: bool, tmp_p
 
 def step_and_save(groups: Groups, spec: JobSpec, folder: str) -> float:
     engine = build_engine(spec, groups, CPU)
-    batch = global_batch(spec, 0)
-    result = engine.train_step(share(batch, spec, groups.dp.rank), n_valid_tokens(batch), 1e-2)
-    save(groups, engine, spec, folder)
+    result = train_step(engine, spec, groups, 0)
+    save(groups, engine, spec, folder, 1)
     return result.loss
 
 
@@ -198,9 +177,7 @@ def test_each_token_of_a_cut_sequence_enters_the_loss_once(cp: int, tmp_path: Pa
 
 
 def one_step(groups: Groups, spec: JobSpec) -> float:
-    engine = build_engine(spec, groups, CPU)
-    batch = global_batch(spec, 0)
-    return engine.train_step(share(batch, spec, groups.dp.rank), n_valid_tokens(batch), 1e-2).loss
+    return train_step(build_engine(spec, groups, CPU), spec, groups, 0).loss
 
 
 @pytest.mark.parametrize(("pp", "n_micro_batches"), [(4, 2), (2, 1)])

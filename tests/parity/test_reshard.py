@@ -6,24 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from jobs.comm.groups import Groups
-from jobs.engines.base import Engine
 from jobs.engines.build import build_engine
 from jobs.engines.preload import preload_modules
-from jobs.events import Progress
 from jobs.optim.schedule import lr_at
-from jobs.parallel.placement import kv_replicas
-from jobs.parity.batches import global_batch, n_valid_tokens, share
+from jobs.parity.rank import train_step
+from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import JobSpec
-from ops.checkpoint.manifest import Identity
 from ops.checkpoint.reader import find_newest, read_tensor
-from ops.checkpoint.writer import AsyncWriter, Peers
 from service.checkpoint_hook import restore
 from tests.support.checkpoints import Events
-from tests.support.parity_runs import MOE, layout_spec
-from tests.support.ranks import run_ranks
+from tests.support.parity_runs import MOE, launch, layout_spec, save
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(240)]
 RANKS_PRELOAD = preload_modules("deepspeed_zero")
@@ -52,22 +46,12 @@ def spec_of(strategy: Layout, model: Layout) -> JobSpec:
     return layout_spec(strategy, model, accum=8 // strategy.get("dp", 1), n_sequences=8)
 
 
-def step(engine: Engine, spec: JobSpec, groups: Groups, number: int) -> float:
-    batch = global_batch(spec, number)
-    batches = share(batch, spec, groups.dp.rank)
-    lr = lr_at(spec.optim, spec.train.steps, number)
-    return engine.train_step(batches, n_valid_tokens(batch), lr).loss
-
-
 def train_and_save(groups: Groups, spec: JobSpec, folder: str) -> list[float]:
     """Losses of the unbroken run; a checkpoint is left on the way."""
     engine = build_engine(spec, groups, CPU)
-    losses = [step(engine, spec, groups, number) for number in range(SAVE_AT)]
-    peers = Peers(groups.rank, groups.world_size, dist.FileStore(f"{folder}.store", groups.world_size))
-    writer = AsyncWriter(Path(folder), Identity("{}", spec.strategy.kind, groups.mesh), peers, Events())
-    writer.save(engine.chunks(), Progress(SAVE_AT))
-    assert writer.wait(60)
-    return losses + [step(engine, spec, groups, number) for number in range(SAVE_AT, UNTIL)]
+    losses = [train_step(engine, spec, groups, number).loss for number in range(SAVE_AT)]
+    save(groups, engine, spec, folder, SAVE_AT)
+    return losses + [train_step(engine, spec, groups, number).loss for number in range(SAVE_AT, UNTIL)]
 
 
 def resume(groups: Groups, spec: JobSpec, folder: str) -> tuple[list[float], set[str]]:
@@ -77,7 +61,7 @@ def resume(groups: Groups, spec: JobSpec, folder: str) -> tuple[list[float], set
     def lr_of_step(number: int) -> float:
         return lr_at(spec.optim, spec.train.steps, number)
 
-    progress = restore(engine, Path(folder), groups, "{}", lr_of_step, Events(), CPU)
+    progress = restore(engine, Path(folder), groups, model_fingerprint(spec.model), lr_of_step, Events(), CPU)
     assert progress.step == SAVE_AT
     ref = find_newest(Path(folder), lambda *_: None)
     assert ref is not None
@@ -85,7 +69,9 @@ def resume(groups: Groups, spec: JobSpec, folder: str) -> tuple[list[float], set
     for chunk in chunks:
         box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.tensor.shape, strict=True))
         assert torch.equal(chunk.tensor, read_tensor(ref, chunk.name)[box]), chunk.name
-    return [step(engine, spec, groups, number) for number in range(SAVE_AT, UNTIL)], {c.name for c in chunks}
+    return [train_step(engine, spec, groups, number).loss for number in range(SAVE_AT, UNTIL)], {
+        c.name for c in chunks
+    }
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -102,10 +88,3 @@ def test_the_losses_go_on_as_without_a_stop(name: str, tmp_path: Path) -> None:
     assert any(name.startswith("optim/exp_avg_sq/") for name in taken_over)
     for losses, _ in resumed:
         assert losses == pytest.approx(unbroken[0][SAVE_AT:], abs=1e-5)
-
-
-def launch(fn: Any, spec: JobSpec, tmp_path: Path, folder: str) -> list[Any]:
-    mesh = spec.strategy.mesh
-    return run_ranks(
-        fn, mesh, tmp_path, spec, folder, kv_replicas=kv_replicas(spec.model, mesh), timeout_s=100.0
-    )

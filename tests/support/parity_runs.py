@@ -5,9 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from jobs.comm.groups import Groups
+from jobs.engines.base import Engine
+from jobs.events import Progress
 from jobs.mesh import Mesh
+from jobs.parallel.placement import kv_replicas
 from jobs.parity.compare import Runner
+from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import JobSpec
+from ops.checkpoint.manifest import Identity
+from ops.checkpoint.writer import AsyncWriter, Peers
+from tests.support.checkpoints import Events
 from tests.support.ranks import run_ranks
 
 DENSE = {
@@ -70,6 +80,23 @@ def layout_spec(
         "strategy": kind,
     }
     return JobSpec.model_validate_json(json.dumps(values))
+
+
+def launch(fn: Callable[..., Any], spec: JobSpec, tmp_path: Path, *args: Any) -> list[Any]:
+    """Run `fn(groups, spec, *args)` on every rank of the spec's layout."""
+    mesh = spec.strategy.mesh
+    return run_ranks(
+        fn, mesh, tmp_path, spec, *args, kv_replicas=kv_replicas(spec.model, mesh), timeout_s=100.0
+    )
+
+
+def save(groups: Groups, engine: Engine, spec: JobSpec, folder: str, step: int) -> None:
+    """Leave a checkpoint. Collective over all ranks."""
+    peers = Peers(groups.rank, groups.world_size, dist.FileStore(f"{folder}.store", groups.world_size))
+    identity = Identity(model_fingerprint(spec.model), spec.strategy.kind, groups.mesh)
+    writer = AsyncWriter(Path(folder), identity, peers, Events())
+    writer.save(engine.chunks(), Progress(step))
+    assert writer.wait(60)
 
 
 def runner(tmp_path: Path, timeout_s: float = 100.0) -> Runner:

@@ -7,6 +7,7 @@ from jobs.models.init import build_llama
 from jobs.models.llama import Llama
 from jobs.models.losses import IGNORED_LABEL, cross_entropy_sum
 from jobs.optim.schedule import lr_at
+from jobs.parity.reference import plain_optimizer
 from jobs.spec.data import DataSpec
 from jobs.spec.job import JobSpec, RunSection, TrainSection
 from jobs.spec.model import ModelSpec
@@ -85,17 +86,6 @@ def engine_step(engine: Engine, spec: JobSpec, dp_rank: int, step: int) -> StepR
     batch = whole_batch(step)
     batches = share(batch, dp_rank, spec.strategy.dp, spec.grad_accum_steps)
     return engine.train_step(batches, n_valid(batch), lr_at(spec.optim, spec.train.steps, step))
-
-
-def plain_optimizer(model: torch.nn.Module, optim: OptimSpec) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    if optim.kind == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, foreach=False)
-    betas = (optim.beta1, optim.beta2)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, foreach=False)
 
 
 def plain_loop(spec: JobSpec, n_steps: int = STEPS) -> tuple[list[float], list[float], Llama]:

@@ -1,17 +1,15 @@
 """A layout that is right passes, and every kind of wrong one is told apart by what it gets wrong."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from jobs.engines.preload import preload_modules
-from jobs.mesh import Mesh
 from jobs.parity.compare import compare, compare_layout
 from jobs.parity.rank import Piece, RankNumbers
 from jobs.parity.reference import reference
 from jobs.spec.job import JobSpec
-from tests.support.ranks import run_ranks
+from tests.support.parity_runs import runner
 
 RANKS_PRELOAD = (*preload_modules("deepspeed_zero"), "jobs.parity.rank")
 
@@ -28,13 +26,6 @@ def tiny(strategy=None, **train) -> JobSpec:
             "strategy": {"kind": "native"} | (strategy or {}),
         }
     )
-
-
-def runner(tmp_path: Path):
-    def run(fn, mesh: Mesh, kv_replicas: int, *args):
-        return run_ranks(fn, mesh, tmp_path, *args, kv_replicas=kv_replicas)
-
-    return run
 
 
 @pytest.mark.parametrize(
