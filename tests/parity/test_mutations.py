@@ -7,18 +7,20 @@ A mutation is applied inside the ranks, before they build their engine; the same
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import jobs.engines.layout as layout
 import jobs.engines.native as native
 import jobs.engines.native_parameters as native_parameters
-import jobs.parallel.context as context
-import jobs.parallel.tensor as tensor
 from jobs.comm.groups import Axis, Groups
 from jobs.engines.base import MicroBatch
+from jobs.parallel.context import split_batch
 from jobs.parallel.placement import kv_replicas, place_parameters
+from jobs.parallel.tensor import tensor_operations
 from jobs.parity.compare import ParityReport, compare
 from jobs.parity.rank import RankNumbers, measure_rank
 from jobs.parity.reference import reference
@@ -32,6 +34,12 @@ RANKS_PRELOAD = ("jobs.parity.rank",)
 def alone(axis: Axis) -> Axis:
     """The axis of a rank that forgot its peers."""
     return Axis((axis.ranks[axis.rank],), 0, None)
+
+
+def put(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
+    """Let the module use this function: the module that calls it, which took the right one by its name."""
+    assert callable(getattr(module, name))
+    setattr(module, name, function)
 
 
 def sum_over_nobody(line: str) -> Callable[[Groups], Groups]:
@@ -50,19 +58,18 @@ def count_replicas_each(groups: Groups) -> Groups:
         n_replicas = {name: len(groups.sums[p.sum_over].ranks) for name, p in found.items()}
         return {name: replace(p, n_replicas=n_replicas[name]) for name, p in found.items()}
 
-    native_parameters.place_parameters = placed
+    put(native_parameters, "place_parameters", placed)
     return groups
 
 
 def forget_rope_offset(groups: Groups) -> Groups:
     """Positions counted from zero on each context rank (Megatron#560)."""
-    split = context.split_batch
 
     def from_zero(batch: MicroBatch, cp: Axis) -> MicroBatch:
-        part = split(batch, cp)
+        part = split_batch(batch, cp)
         return replace(part, positions=torch.arange(part.tokens.shape[1]).expand_as(part.tokens))
 
-    context.split_batch = from_zero
+    put(native, "split_batch", from_zero)
     return groups
 
 
@@ -91,13 +98,12 @@ def mean_of_means(groups: Groups) -> Groups:
 
 def no_gradient_sum_into_columns(groups: Groups) -> Groups:
     """The f of arXiv 1909.08053 forgotten: hidden states get a part of their gradient."""
-    made = tensor.tensor_operations
 
     def blind(base: Any, tp: Axis, sequence_parallel: bool) -> Any:
-        operations = made(base, tp, sequence_parallel)
+        operations = tensor_operations(base, tp, sequence_parallel)
         return replace(operations, columns=base.columns)
 
-    tensor.tensor_operations = blind
+    put(layout, "tensor_operations", blind)
     return groups
 
 
