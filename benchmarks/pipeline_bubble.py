@@ -43,15 +43,15 @@ from jobs.spec.strategy import NativeStrategy, PipelineSchedule, PipelineSection
 
 GOAL = 0.15
 RANKS = 2
-MICRO_BATCH, SEQ_LEN = 2, 128
+MICRO_BATCH, SEQ_LEN = 3, 128
 MODEL = ModelSpec(
     vocab_size=64,
     n_layers=8,
-    d_model=256,
-    n_heads=8,
-    n_kv_heads=8,
+    d_model=512,
+    n_heads=16,
+    n_kv_heads=16,
     head_dim=32,
-    d_ff=704,
+    d_ff=1408,
     max_seq_len=SEQ_LEN,
 )
 SCHEDULES: list[tuple[PipelineSchedule, int]] = [
