@@ -25,7 +25,7 @@ from ops.checkpoint.layout import folder_name
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.reader import check_shards, load_into, open_checkpoint
 from ops.checkpoint.writer import AsyncWriter, Peers
-from service.env import LARGE_COPIES_PAST_THE_CACHE
+from service.env import RANK_MEMORY
 
 GOAL = 0.15
 
@@ -115,6 +115,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "GLIBC_TUNABLES" not in os.environ:  # as in a rank process; glibc reads it at the start only
-        os.environ["GLIBC_TUNABLES"] = LARGE_COPIES_PAST_THE_CACHE
+        os.environ["GLIBC_TUNABLES"] = RANK_MEMORY
         os.execv(sys.executable, [sys.executable, *sys.argv])
     main()

@@ -1,5 +1,6 @@
 """The Ray cluster of a run: joined where one is named, embedded (one node, loopback) where none is."""
 
+import contextlib
 import os
 import re
 import time
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
@@ -15,6 +17,8 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from jobs.errors import PacktrainError, SpecError
 from jobs.spec.job import JobSpec
 from service.env import get_env, is_inside_ray_job, prepare_embedded_cluster, prepare_ray_environment
+
+SERVICE_NICENESS = 10
 
 
 class ClusterError(PacktrainError):
@@ -70,7 +74,23 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
         runtime_env={"env_vars": {"PYTHONPATH": str(code_dir)}},
         **options,
     )
+    _step_aside()
     return "local"
+
+
+def _step_aside() -> None:
+    """Put this driver and the services of its own cluster behind the ranks, which use the same cores.
+
+    Not the raylet: Ray's workers, and so the ranks, take their priority from it. The process that carries
+    Ray's logs to drivers is ended, since this driver, the only one, does not listen.
+    """
+    own = psutil.Process()
+    for process in (own, *own.children()):
+        with contextlib.suppress(psutil.Error):
+            if process.name() != "raylet":
+                process.nice(max(process.nice(), SERVICE_NICENESS))
+            if any(word.endswith("/log_monitor.py") for word in process.cmdline()):
+                process.terminate()
 
 
 def embedded_cpus(spec: JobSpec, n_cores: int) -> int:

@@ -58,9 +58,15 @@ time that Ray takes beside a training step.
 
 
 def prepare_embedded_cluster() -> None:
-    """Set EMBEDDED_DEFAULTS; call it before that cluster starts."""
+    """Set EMBEDDED_DEFAULTS; call it before that cluster starts.
+
+    Ray starts its workers with niceness 15. A shell gives its rank the node's own priority back, which only
+    a privileged user may do: for others Ray must not take it away.
+    """
     for name, value in EMBEDDED_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if os.geteuid() != 0:
+        os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def is_inside_ray_job() -> bool:
@@ -68,8 +74,16 @@ def is_inside_ray_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-LARGE_COPIES_PAST_THE_CACHE = "glibc.cpu.x86_non_temporal_threshold=3145728"
-"""GLIBC_TUNABLES of rank processes: copies of 3 MiB and more (a checkpoint to its buffer) go past the cache.
+RANK_MEMORY = ":".join(
+    (
+        "glibc.cpu.x86_non_temporal_threshold=3145728",
+        "glibc.malloc.mmap_threshold=33554432",
+        "glibc.malloc.trim_threshold=1073741824",
+    )
+)
+"""GLIBC_TUNABLES of rank processes; glibc reads them when a process starts.
 
-A save blocks training for less time then. glibc reads it when a process starts.
+Copies of 3 MiB and more (a checkpoint to its buffer) go past the cache: a save blocks training for less time
+then. Blocks below 32 MiB (the largest value) come from the heap, and it keeps up to 1 GiB that is free:
+otherwise a step's large tensors are given back to the kernel and their pages cleared anew, step after step.
 """

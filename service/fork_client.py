@@ -39,9 +39,22 @@ class ForkServer:
     """A fork server process and the one rank that it may have."""
 
     def __init__(
-        self, preload: Sequence[str], environment: Mapping[str, str], folder: Path, log_path: Path
+        self,
+        preload: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        log_path: Path,
+        niceness: int | None = None,
     ) -> None:
-        """Start the server; it imports `preload` (what does not import is skipped) meanwhile."""
+        """Start the server; it imports `preload` (what does not import is skipped) meanwhile.
+
+        Args:
+            preload: modules to import before the first fork.
+            environment: of the server and its ranks.
+            folder: working directory of both.
+            log_path: takes what the server prints.
+            niceness: of both, where this user may give it; None keeps this process's own.
+        """
         ours, theirs = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log_path.open("ab") as log:
@@ -54,6 +67,9 @@ class ForkServer:
                 stdout=log,
                 stderr=log,
             )
+        if niceness is not None:
+            with contextlib.suppress(PermissionError, ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         self._control = ours
         self._channel: socket.socket | None = None
         self._buffers: dict[socket.socket, bytes] = {}

@@ -28,11 +28,11 @@ class FitFailure:
 def run_attempt(spec: JobSpec, config: ShellConfig, run_dir: Path) -> FitFailure | None:
     """Run one attempt to its end; None when every shell returned. Blocks; safe in a thread of its own."""
     # It imports torch, which takes seconds: here, so that the coordinator's process starts meanwhile.
-    from service.uncleaned_trainer import UncleanedTrainer
+    from service.bare_trainer import BareTrainer
 
     needs = spec.resources
     gpus = {"GPU": float(needs.gpus_per_worker)} if needs.gpus_per_worker else {}
-    trainer = UncleanedTrainer(
+    trainer = BareTrainer(
         shell_main,
         train_loop_config=asdict(config),
         torch_config=ShellBackend(),  # type: ignore[arg-type]

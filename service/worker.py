@@ -16,6 +16,7 @@ imports no torch.
 """
 
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -34,7 +35,7 @@ from ray.train.backend import BackendConfig
 from jobs.spec.job import JobSpec
 from ops.diagnosis.rank_exits import RankExit
 from service.coordinator import Order, ShellInfo
-from service.env import LARGE_COPIES_PAST_THE_CACHE, environment, get_env
+from service.env import RANK_MEMORY, environment, get_env
 from service.fork_client import ForkServer, RankMessage
 from service.origin import find_source_root
 from service.rank_process import RankRequest
@@ -253,7 +254,7 @@ class _Shell:
     def _start_server(self) -> ForkServer:
         values = {
             "OMP_NUM_THREADS": str(self._spec.resources.threads_per_rank),
-            "GLIBC_TUNABLES": get_env("GLIBC_TUNABLES") or LARGE_COPIES_PAST_THE_CACHE,
+            "GLIBC_TUNABLES": get_env("GLIBC_TUNABLES") or RANK_MEMORY,
             "OPENBLAS_NUM_THREADS": "1",  # numpy's own threads would start at import, before the fork
             "LOCAL_RANK": str(self._place.local_rank),
             "PYTHONPATH": ":".join(filter(None, (self._code_dir, get_env("PYTHONPATH")))),
@@ -266,7 +267,9 @@ class _Shell:
             / f"attempt-{self._config.attempt:03d}"
             / f"forkserver-{self._place.rank:05d}.log"
         )
-        return ForkServer(self._config.preload, environment(**values), Path(self._code_dir), log)
+        # Ray lowers its workers' priority; a rank gets its raylet's, as it would have under another launcher.
+        niceness = os.getpriority(os.PRIO_PROCESS, os.getppid())
+        return ForkServer(self._config.preload, environment(**values), Path(self._code_dir), log, niceness)
 
 
 def _socket_interface(node_ip: str) -> dict[str, str]:

@@ -55,6 +55,20 @@ def server(tmp_path: Path) -> Iterator[ForkServer]:
     assert not psutil.pid_exists(made.pid)
 
 
+def test_a_rank_gets_the_priority_that_its_server_was_told(tmp_path: Path) -> None:
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + 3
+    server = ForkServer((), environment(), ROOT, tmp_path / "server.log", niceness)
+    try:
+        wait_for(server, "ready")
+        os.mkfifo(tmp_path / "spec.json")  # the rank waits here
+        server.fork(dataclasses.replace(request_for(tmp_path, 0), run_dir=str(tmp_path)))
+        forked, _ = wait_for(server, "forked")
+        pids = (server.pid, forked.fields["pid"])
+        assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pids] == [niceness, niceness]
+    finally:
+        server.close()
+
+
 def test_a_missing_module_is_skipped_and_an_error_is_told_with_its_traceback(
     server: ForkServer, tmp_path: Path
 ) -> None:
