@@ -10,19 +10,17 @@ none is lost or repeated. It holds no tensors and runs no training; new attempts
 """
 
 import asyncio
-import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from jobs.spec.job import ResilienceSection
-from ops.checkpoint.layout import CHECKPOINTS_DIR, newest_committed_step
-from ops.decision import Action
+from ops.decision import RESTARTS, Action, Decision
 from ops.diagnosis.rank_exits import RankExit, diagnose
 from ops.incident import Incident
 from ops.ledger import LedgerWriter
-from ops.policy import PastIncident, decide
+from service.decisions import Decider, Nodes
 from service.run_store import last_step
 
 EVIDENCE_WINDOW_S = 2.0
@@ -57,7 +55,8 @@ class AttemptOutcome:
 
     kind: Literal["running", "finished", "stopped", "failed"]
     error: str = ""
-    incident: Incident | None = None
+    decision: Decision | None = None
+    """With "failed", where an incident ended it: what was decided."""
 
 
 @dataclass
@@ -87,11 +86,11 @@ class Coordinator:
     def __init__(self, run_dir: str, budgets_json: str) -> None:
         """Start without an attempt."""
         self._run_dir = Path(run_dir)
-        self._budgets = ResilienceSection.model_validate_json(budgets_json)
         self._ledger = LedgerWriter(self._run_dir / "ledger" / "coordinator.jsonl")
+        budgets = ResilienceSection.model_validate_json(budgets_json)
+        self._decider = Decider(self._run_dir, budgets, self._ledger)
         self._changed = asyncio.Condition()
         self._attempt = _Attempt(-1, 0)
-        self._history: list[tuple[Incident, Action, int | None]] = []
         self._is_stopping = False
         self._judge: asyncio.Task[None] | None = None
 
@@ -131,13 +130,14 @@ class Coordinator:
             for rank, shell in self._attempt.shells.items()
         }
 
-    async def record_incident(self, incident: Incident) -> tuple[Action, str]:
-        """Decide about an incident that the supervisor saw (the attempt is over: no shell is left).
+    async def tell_nodes(self, nodes: Nodes) -> None:
+        """The newest that the driver knows of the cluster."""
+        self._decider.nodes = nodes
 
-        Returns:
-            The action taken and the reason.
-        """
-        return self._decide(incident, shells_alive=False)
+    async def record_incident(self, incident: Incident) -> Decision:
+        """Decide about an incident that the supervisor saw (the attempt is over: no shell is left)."""
+        current = (self._attempt.number, self._attempt.generation.number)
+        return self._decider.decide(replace(incident, generation=current), shells_alive=False)
 
     # ------------------------------------------------------------------ shells
 
@@ -224,43 +224,20 @@ class Coordinator:
         if self._judge is not None:
             self._judge.cancel()
             self._judge = None
-        incident = diagnose(list(current.exits.values()), last_step(self._run_dir), time.time())
-        action, reason = self._decide(incident, shells_alive=True)
-        if action is Action.RESTART_RANKS and not self._is_stopping:
+        incident = replace(
+            diagnose(list(current.exits.values()), last_step(self._run_dir), time.time()),
+            generation=(self._attempt.number, current.number),
+        )
+        decision = self._decider.decide(incident, shells_alive=True)
+        if decision.in_place and decision.action in RESTARTS and not self._is_stopping:
             await self._order(Order("kill", current.number))
             await self._start_next_when_reaped()
             return
         # Where a stop was asked for, a restart could only save the newest checkpoint once more.
-        is_stop_enough = self._is_stopping and action is not Action.STOP
+        is_stop_enough = self._is_stopping and decision.action is not Action.STOP
         kind: Literal["failed", "stopped"] = "stopped" if is_stop_enough else "failed"
-        self._close(AttemptOutcome(kind, f"{reason}\n{incident.evidence}", incident))
+        self._close(AttemptOutcome(kind, f"{decision.reason}\n{incident.evidence}", decision))
         await self._order(Order("end", current.number))
-
-    def _decide(self, incident: Incident, *, shells_alive: bool) -> tuple[Action, str]:
-        committed: int | None = None
-        with contextlib.suppress(OSError):  # nobody waits for this verdict: ranks must never lack one
-            committed = newest_committed_step(self._run_dir / CHECKPOINTS_DIR)
-        history = [
-            PastIncident(past, action, progressed=(committed or 0) > (then or 0))
-            for past, action, then in self._history
-        ]
-        decision = decide(incident, history, self._budgets, shells_alive=shells_alive)
-        self._history.append((incident, decision.action, committed))
-        named: dict[str, Any] = {"class": incident.failure_class.value}
-        self._ledger.write(
-            "incident",
-            **named,
-            culprit=incident.culprit,
-            action=decision.action.value,
-            reason=decision.reason,
-            step=incident.step,
-            failed_at=incident.failed_at,
-            detected_at=incident.detected_at,
-            evidence=incident.evidence[-4000:],
-            attempt=self._attempt.number,
-            generation=self._attempt.generation.number,
-        )
-        return decision.action, decision.reason
 
     async def _start_next_when_reaped(self) -> None:
         current = self._attempt.generation

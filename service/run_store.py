@@ -258,18 +258,32 @@ def last_sign_of_life(run_dir: Path, otherwise: float) -> float:
     return float(record["at"]) if record else otherwise
 
 
+def steps_of_ranks(run_dir: Path, attempt: int, generation: int) -> int:
+    """Steps that one set of ranks has completed, counted as far back as the end of metrics.jsonl tells."""
+    count = 0
+    for record in _step_lines_backwards(run_dir):
+        if (record.get("attempt"), record.get("generation")) != (attempt, generation):
+            break
+        count += 1
+    return count
+
+
 def _last_step_line(run_dir: Path) -> dict[str, Any] | None:
+    return next(_step_lines_backwards(run_dir), None)
+
+
+def _step_lines_backwards(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Step lines within the last 64 KiB of metrics.jsonl, the newest first."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
             lines = file.read().splitlines()
     except OSError:
-        return None
+        return
     for line in reversed(lines):
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and "grad_norm" in record:
-            return record
-    return None
+            yield record

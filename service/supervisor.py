@@ -23,7 +23,7 @@ import ray
 
 from jobs.engines.preload import preload_modules
 from jobs.spec.job import JobSpec
-from ops.decision import Action
+from ops.decision import Action, Decision
 from ops.durable import write_atomically
 from ops.incident import FailureClass, Incident
 from ops.ledger import LedgerWriter
@@ -249,16 +249,16 @@ class Supervisor:
                 return RunEnd(FINISHED)
             case "stopped":
                 return self._stopped()
-            case "failed":
+            case "failed" if outcome.decision is None or outcome.decision.action is Action.STOP:
                 return RunEnd(FAILED, outcome.error)
         if self._is_stop_asked():
             return self._stopped("ended before it could save")
-        incident = self._name_incident(
-            failure or FitFailure("worker", "the shells returned without a verdict")
-        )
-        action, reason = ray.get(self._coordinator.record_incident.remote(incident))
-        if action is Action.STOP:
-            return RunEnd(FAILED, f"{reason}\n{incident.evidence}")
+        if outcome.decision is None:
+            lost = failure or FitFailure("worker", "the shells returned without a verdict")
+            incident = self._name_incident(lost)
+            decision: Decision = ray.get(self._coordinator.record_incident.remote(incident))
+            if decision.action is Action.STOP:
+                return RunEnd(FAILED, f"{decision.reason}\n{incident.evidence}")
         return None
 
     def _name_incident(self, failure: FitFailure) -> Incident:

@@ -18,6 +18,24 @@ bf16_kahan  bfloat16 weights and gradients with compensated sums: 12 bytes a par
 fp8         as bf16, with the layers' products in 8 bits, on GPUs that can
 fp64        everything, for comparing layouts
 """
+OBSERVING = (
+    "straggler",
+    "replica_digest",
+    "loss_spike",
+    "kernel_log",
+    "gpu_health",
+    "nvidia_smi",
+    "dcgm",
+    "health_lines",
+    "cgroup_memory",
+    "disks",
+    "shm",
+    "nics",
+    "infiniband",
+    "clock_skew",
+    "d_state",
+)
+"""Detectors whose word is not acted upon before somebody has seen on this cluster that it can be trusted."""
 _LONGEST_S = 1e8
 """Three years: clocks and timers take no limit that is much longer."""
 
@@ -86,6 +104,8 @@ class ResilienceSection(SpecSection):
     collective_timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
     stop_grace_s: float = Field(default=120.0, gt=0, le=_LONGEST_S)
     """Time that ranks get to save and leave after a stop request."""
+    observe: tuple[str, ...] = OBSERVING
+    """Detectors that only observe: what their word would lead to is written down and not done."""
 
 
 class TrackingSection(SpecSection):

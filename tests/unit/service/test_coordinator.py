@@ -8,7 +8,7 @@ import pytest
 
 from ops.diagnosis.rank_exits import RankExit
 from ops.ledger import read_ledger
-from service import coordinator as coordinator_module
+from service import decisions
 from service.coordinator import Coordinator, ShellInfo
 
 
@@ -53,7 +53,7 @@ def test_storage_that_cannot_be_read_is_no_reason_to_leave_the_ranks_without_a_v
         await coordinator.report_exit(0, 0, gone(1, -9), "")
         assert await kinds(coordinator) == ["start", "kill"]
 
-    monkeypatch.setattr(coordinator_module, "newest_committed_step", stale)
+    monkeypatch.setattr(decisions, "newest_committed_step", stale)
     (tmp_path / "metrics.jsonl").mkdir()  # reading it is an error as well
     asyncio.run(play())
     assert [event.fields["action"] for event in read_ledger(tmp_path)] == ["RESTART_RANKS"]

@@ -26,6 +26,7 @@ def test_the_ledger_of_a_coordinator_gives_the_same_decisions(tmp_path: Path) ->
 
     async def run() -> None:
         for number, failure_class in enumerate(HAPPENED):
+            await coordinator.begin_attempt(number, 1)
             incident = Incident(failure_class, f"node n{number}", "line", number, 1.0 + number, 2.0 + number)
             await coordinator.record_incident(incident)
 
