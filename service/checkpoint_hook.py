@@ -11,6 +11,7 @@ Knows nothing of file formats. No Ray here.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class CheckpointHook:
         peers: Peers,
         record: Record,
         device: torch.device,
+        blocking: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Local.
 
@@ -75,7 +77,9 @@ class CheckpointHook:
             peers: this rank and the store for saves, see ops.checkpoint.writer.Peers.
             record: takes ledger events, on every rank.
             device: this rank's: its random state is saved as well as the host's.
+            blocking: entered where training waits for a save.
         """
+        self._blocking = blocking
         self._section, self._checkpoint_dir, self._rank = section, checkpoint_dir, peers.rank
         self._device = device
         limits = Limits(
@@ -98,9 +102,10 @@ class CheckpointHook:
             self._is_due = True
         if not self._is_due:
             return
-        self._save(engine, Progress(record.step, record.sample_ordinal, record.tokens_seen))
-        if not self._section.asynchronous:
-            self._writer.wait(self._section.commit_timeout_s)
+        with self._blocking():
+            self._save(engine, Progress(record.step, record.sample_ordinal, record.tokens_seen))
+            if not self._section.asynchronous:
+                self._writer.wait(self._section.commit_timeout_s)
 
     def after_evaluate(self, record: EvalRecord) -> None:
         """Nothing."""
@@ -112,11 +117,12 @@ class CheckpointHook:
         for as long as a commit may take.
         """
         timeout_s = self._section.commit_timeout_s
-        is_saved = self._writer.wait(timeout_s) and self._last_step == progress.step
-        if not is_saved and progress.step > 0:
-            self._save(engine, progress, decide_timeout_s=timeout_s)
-            self._writer.wait(timeout_s)
-        self._writer.settle(_SETTLE_TIMEOUT_S)
+        with self._blocking():
+            is_saved = self._writer.wait(timeout_s) and self._last_step == progress.step
+            if not is_saved and progress.step > 0:
+                self._save(engine, progress, decide_timeout_s=timeout_s)
+                self._writer.wait(timeout_s)
+            self._writer.settle(_SETTLE_TIMEOUT_S)
 
     def _save(self, engine: Engine, progress: Progress, decide_timeout_s: float | None = None) -> None:
         start = self._writer.save(engine.chunks(), progress, self._extra(), decide_timeout_s=decide_timeout_s)

@@ -5,7 +5,7 @@
                                train_rank: store -> groups -> engine -> data -> restore -> hooks -> trainer
 
 A rank tells its shell three things: where its store listens, how it ended, and with which error. It is
-told two: where the store is, and to save and leave.
+told four: where the store is, to save and leave, to write down its collectives, and (in a drill) to fail.
 """
 
 import faulthandler
@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from service.rank_faults import RankFaults
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -40,6 +42,8 @@ class RankRequest:
     local_world_size: int
     node: str
     log_path: str
+    box_dir: str = ""
+    """Folder of the node's black boxes; empty keeps none."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -70,10 +74,11 @@ class StopFlag:
 class ShellLink:
     """The rank's end of the channel to its shell."""
 
-    def __init__(self, channel: socket.socket, stop: StopFlag) -> None:
+    def __init__(self, channel: socket.socket, stop: StopFlag, faults: RankFaults) -> None:
         """Listen in a thread, so that a stop request needs no signal and an address can be waited for."""
         self._channel = channel
         self._stop = stop
+        self._faults = faults
         self._address: tuple[str, int] | None = None
         self._has_address = threading.Event()
         threading.Thread(target=self._listen, name="shell-link", daemon=True).start()
@@ -103,17 +108,22 @@ class ShellLink:
                 self._has_address.set()
             elif message["event"] == "terminate":
                 self._stop.set()
+            elif message["event"] == "dump":
+                dump_collectives(Path(message["path"]))
+            elif message["event"] == "fault":
+                self._faults.ask(message["fault"])
 
 
 def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
     """Body of a forked rank; returns its exit code. Called in the child right after the fork."""
     stop = StopFlag()
     signal.signal(signal.SIGTERM, stop.set)
-    link = ShellLink(channel, stop)
+    faults = RankFaults()
+    link = ShellLink(channel, stop, faults)
     try:
         _redirect_output(Path(request.log_path))
         faulthandler.enable()
-        outcome = train_rank(request, lambda: _open_store(request, link), stop)
+        outcome = train_rank(request, lambda: _open_store(request, link), stop, faults)
     except BaseException as error:
         traceback.print_exc()
         link.send("error", **describe_error(error))
@@ -122,11 +132,32 @@ def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
     return 0
 
 
-def train_rank(request: RankRequest, open_store: Callable[[], "Store"], stop: StopFlag) -> str:
+def train_rank(
+    request: RankRequest, open_store: Callable[[], "Store"], stop: StopFlag, faults: RankFaults | None = None
+) -> str:
     """Train from the newest verified checkpoint to the end; returns "finished" or "stopped". Collective."""
     from service.rank_training import train_from_newest_checkpoint
 
-    return train_from_newest_checkpoint(request, open_store, stop)
+    return train_from_newest_checkpoint(request, open_store, stop, faults or RankFaults())
+
+
+def dump_collectives(path: Path) -> None:
+    """Write this process's flight recorder, as far as this build of torch has one. Any thread, any moment.
+
+    NCCL's where there is one, else that of the other backends. Whoever asks waits for no answer: it looks
+    whether the file is there. Stacks are left out: taking them can lock up beside a stuck thread.
+    """
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    dump = dump or getattr(_distributed_c10d, "_dump_fr_trace", None)
+    if dump is None:
+        return
+    try:
+        path.with_suffix(".part").write_bytes(dump(True, False, False))
+        path.with_suffix(".part").replace(path)
+    except (OSError, RuntimeError) as error:
+        sys.stderr.write(f"the flight recorder could not be written to {path}: {error}\n")
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

@@ -26,21 +26,26 @@ from jobs.seeds import seed_rank
 from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import JobSpec
 from jobs.trainer import train
+from ops.black_box import Phase
 from ops.checkpoint.huggingface import read_huggingface
 from ops.checkpoint.layout import CHECKPOINTS_DIR
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.writer import Peers
 from ops.ledger import LedgerWriter
 from service.checkpoint_hook import CheckpointHook, restore
+from service.rank_box import BlackBoxHook, EvaluationHook, RankBox
+from service.rank_faults import RankFaults
 from service.rank_hooks import MetricsHook, TitleHook, measure_peak_tflops
 from service.rank_process import RankRequest, StopFlag
 from service.run_store import read_spec
 
 
 def train_from_newest_checkpoint(
-    request: RankRequest, open_store: Callable[[], Store], stop: StopFlag
+    request: RankRequest, open_store: Callable[[], Store], stop: StopFlag, faults: RankFaults
 ) -> str:
     """Train to the end of the spec or to a stop request; returns "finished" or "stopped". Collective."""
+    box_dir = Path(request.box_dir) if request.box_dir else None
+    box = RankBox(box_dir, request.attempt, request.generation, request.rank)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {request.rank} %(message)s", force=True)
     run_dir = Path(request.run_dir)
     spec = read_spec(run_dir)
@@ -57,10 +62,12 @@ def train_from_newest_checkpoint(
         timeout_s=spec.resilience.collective_timeout_s,
         kv_replicas=kv_replicas(spec.model, spec.strategy.mesh),
     )
+    box.follow_collectives(groups)
     seed_rank(spec.run.seed, request.rank)
     engine = build_engine(spec, groups, device)
     source = BatchSource(load_prepared(Path(request.data_dir)), spec, groups.dp.size, groups.dp.rank)
     title.show("load")
+    box.enter(Phase.LOAD)
     ledger = LedgerWriter(run_dir / "ledger" / f"rank-{request.rank:05d}.jsonl")
     record = partial(_record, ledger, {"attempt": request.attempt, "generation": request.generation})
     progress = _start_point(spec, run_dir, engine, groups, record, device)
@@ -76,12 +83,20 @@ def train_from_newest_checkpoint(
         Peers(request.rank, request.world_size, PrefixStore("saves", store)),
         record,
         device,
+        box.blocking_save,
     )
-    hooks: list[Hook] = [title, *_metrics(spec, request, device), saving]
+    hooks: list[Hook] = [
+        BlackBoxHook(box, faults.strike),
+        title,
+        *_metrics(spec, request, device),
+        saving,
+        *_evaluation(spec, box),
+    ]
     outcome = train(spec, engine, source, progress, hooks, groups, stop)
     if request.rank == 0:
         record("training_ended", {"outcome": outcome.kind, "step": outcome.progress.step})
     ledger.close()
+    box.end()
     destroy_groups(groups)
     return outcome.kind
 
@@ -124,6 +139,11 @@ def _metrics(spec: JobSpec, request: RankRequest, device: torch.device) -> list[
         return []
     path = Path(request.run_dir) / "metrics.jsonl"
     return [MetricsHook(spec, path, request.attempt, request.generation, peak)]
+
+
+def _evaluation(spec: JobSpec, box: RankBox) -> list[Hook]:
+    every_steps = spec.train.evaluate_every_steps
+    return [] if every_steps is None else [EvaluationHook(box, every_steps)]
 
 
 def _record(ledger: LedgerWriter, who: dict[str, int], kind: str, fields: dict[str, Any]) -> None:

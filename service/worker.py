@@ -38,6 +38,7 @@ from service.coordinator import Order, ShellInfo
 from service.env import RANK_MEMORY, environment, get_env
 from service.fork_client import ForkServer, RankMessage
 from service.origin import find_source_root
+from service.rank_box import box_folder, remove_box
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_spec
 
@@ -124,6 +125,7 @@ class _Shell:
         self._run_dir = Path(config.run_dir)
         self._spec: JobSpec = read_spec(self._run_dir)
         self._coordinator = coordinator
+        self._box_dir = box_folder(self._run_dir.name, place.node_id)
         self._server = self._start_server()
         self._inbox: deque[Order] = deque()
         self._wake_up, self._waker = socket.socketpair()
@@ -145,6 +147,7 @@ class _Shell:
                     self._on_message(message)
         finally:
             self._server.close()
+            remove_box(self._box_dir, self._place.rank)
 
     def _listen(self) -> None:
         """Long-poll the coordinator for orders (a thread: everything else happens in `run`'s)."""
@@ -198,6 +201,7 @@ class _Shell:
             local_world_size=place.local_world_size,
             node=place.node,
             log_path=str(log_path(self._run_dir, self._config.attempt, place.rank)),
+            box_dir=str(self._box_dir),
         )
         try:
             self._server.fork(request)
