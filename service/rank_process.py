@@ -164,7 +164,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     """What the shell reports of an exception."""
     from torch.distributed import DistError
 
-    from jobs.errors import CheckpointError, DataError, NumericError, SpecError
+    from jobs.errors import CheckpointError, DataError, NumericEchoError, NumericError, SpecError
     from ops.checkpoint.manifest import CorruptCheckpointError
 
     classes: tuple[tuple[type[BaseException], str], ...] = (
@@ -176,7 +176,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         (MemoryError, "host_out_of_memory"),
         (ImportError, "environment"),
     )
-    from_communication = isinstance(error, DistError) or type(error) is TimeoutError
+    from_communication = isinstance(error, DistError | NumericEchoError) or type(error) is TimeoutError
     failure_class = next((name for kind, name in classes if isinstance(error, kind)), "")
     if not failure_class and type(error).__name__ == "OutOfMemoryError":
         failure_class = "gpu_out_of_memory"

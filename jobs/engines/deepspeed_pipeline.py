@@ -38,7 +38,7 @@ from jobs.engines.deepspeed_state import EngineState
 from jobs.engines.layout import operations_for
 from jobs.models.init import take_parameters
 from jobs.models.llama import Llama
-from jobs.models.losses import IGNORED_LABEL
+from jobs.models.losses import IGNORED_LABEL, with_bad_gradient
 from jobs.parallel.placement import place_parameters
 from jobs.planner.stages import Stage, plan_stages
 from jobs.spec.job import JobSpec
@@ -184,7 +184,7 @@ class DeepspeedPipelineEngine:
         return iter([(batch.tokens, batch.labels) for batch in batches])
 
     def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._cross_entropy(logits, labels) * self._loss_scale
+        return with_bad_gradient(self._cross_entropy(logits, labels) * self._loss_scale)
 
     def _sharded_figures(self) -> tuple[float, bool]:
         return float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow)

@@ -39,7 +39,7 @@ from jobs.engines.deepspeed_state import EngineState
 from jobs.engines.layout import operations_for
 from jobs.models.init import take_parameters
 from jobs.models.llama import Llama
-from jobs.models.losses import IGNORED_LABEL
+from jobs.models.losses import IGNORED_LABEL, with_bad_gradient
 from jobs.parallel.context import split_batch
 from jobs.parallel.placement import place_parameters
 from jobs.planner.stages import plan_stages
@@ -108,14 +108,16 @@ class DeepspeedZeroEngine:
         loss_sum = torch.zeros((), device=self._device)
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss = self._loss_sum(batch) * scale
+            loss = with_bad_gradient(self._loss_sum(batch) * scale)
             self._engine.backward(loss, scale_wrt_gas=False)
             loss_sum += loss.detach()
+        own_loss = loss_sum.clone()
         reduction = start_sum_in_place(loss_sum, self._data)
         grad_norm, skipped = self._update_plain() if self._stage == 0 else self._update_sharded()
         reduction.wait()
         self._state.count_step(skipped=skipped)
-        return StepResult(loss_sum.item() / self._data.size, grad_norm, skipped)
+        is_cause = skipped and not math.isfinite(own_loss.item())
+        return StepResult(loss_sum.item() / self._data.size, grad_norm, skipped, is_cause=is_cause)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:

@@ -97,9 +97,9 @@ class NativeEngine:
             # Waiting for the device here delays nothing: the sum is read at once.
             figures = torch.cat((figures, self._pipeline.timing()))
         mean_loss, squared, *timing = sum_in_place(figures, self._groups.world).tolist()
-        # Every rank has the same sums, so all of them see a non-finite gradient on any of them.
+        # Every rank has the same sums, so all of them see what is not finite on any of them.
         grad_norm = math.sqrt(squared) if squared >= 0 else math.nan
-        is_skipped = not math.isfinite(grad_norm)
+        is_skipped = not (math.isfinite(grad_norm) and math.isfinite(mean_loss))
         if not is_skipped:
             self._optimizer.step(lr, clip_factor(grad_norm, self._grad_clip_norm))
             self._parameters.publish()
@@ -107,7 +107,8 @@ class NativeEngine:
             modules = [module for _, module in self._stages]
             update_router_biases(modules, self._groups, self._bias_rate, is_skipped=is_skipped)
         bubble_frac = bubble_of(timing[0], timing[1:]) if timing else None
-        return StepResult(mean_loss, grad_norm, is_skipped, bubble_frac)
+        is_cause = is_skipped and not math.isfinite(loss.item())
+        return StepResult(mean_loss, grad_norm, is_skipped, bubble_frac, is_cause)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:

@@ -18,6 +18,13 @@ bf16_kahan  bfloat16 weights and gradients with compensated sums: 12 bytes a par
 fp8         as bf16, with the layers' products in 8 bits, on GPUs that can
 fp64        everything, for comparing layouts
 """
+OnBadLoss = Literal["rollback", "skip", "stop"]
+"""What follows a loss that is not finite:
+
+rollback    an older checkpoint, without the data since then
+skip        the step is counted and training goes on, up to max_skipped_steps in a row; then as rollback
+stop        the run ends
+"""
 OBSERVING = (
     "straggler",
     "replica_digest",
@@ -97,8 +104,10 @@ class ResilienceSection(SpecSection):
     """New attempts (node loss, dead worker or controller) since the last newly committed checkpoint."""
     max_no_progress: int = Field(default=2, gt=0)
     """The same failure at the same step so many times in a row stops the run."""
+    on_bad_loss: OnBadLoss = "rollback"
+    """What follows a step whose loss or gradient is not finite; no parameter is changed by it."""
     max_skipped_steps: int = Field(default=3, ge=0)
-    """Consecutive steps skipped for a non-finite gradient before the run stops."""
+    """With on_bad_loss=skip: so many such steps in a row are passed over; one more is an incident."""
     wait_for_nodes_s: float = Field(default=300.0, ge=0, le=_LONGEST_S)
     """How long a new attempt waits for enough live nodes."""
     collective_timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
