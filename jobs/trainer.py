@@ -100,7 +100,12 @@ def train(
             record, is_cause = _step(spec, engine, batches, progress)
             is_stopped = agreement.answer()
             record = replace(record, step_time_s=time.monotonic() - began_at_mono_s, data_time_s=data_time_s)
-            progress = Progress(record.step, record.sample_ordinal, record.tokens_seen)
+            progress = replace(
+                progress,
+                step=record.step,
+                sample_ordinal=record.sample_ordinal,
+                tokens_seen=record.tokens_seen,
+            )
             for hook in hooks:
                 hook.after_step(record, engine)
             n_skipped = n_skipped + 1 if record.skipped else 0
@@ -150,11 +155,11 @@ class StopAgreement:
         return bool(self._flag.item())
 
 
-def _step(spec: JobSpec, engine: Engine, batches: StepBatches, progress: Progress) -> StepRecord:
-    """One optimizer step; the record's times are filled in by the caller."""
+def _step(spec: JobSpec, engine: Engine, batches: StepBatches, progress: Progress) -> tuple[StepRecord, bool]:
+    """One optimizer step, and whether this rank made it a bad one; the caller fills in the record's times."""
     lr = lr_at(spec.optim, spec.train.steps, progress.step)
     result = engine.train_step(batches.batches, batches.n_valid_tokens, lr)
-    return StepRecord(
+    record = StepRecord(
         step=progress.step + 1,
         loss=result.loss,
         grad_norm=result.grad_norm,
