@@ -1,5 +1,7 @@
 """What all tests need: the fork server of the distributed tests is told once what to preload."""
 
+import signal
+
 import hypothesis
 import pytest
 
@@ -8,6 +10,9 @@ from tests.support import ranks
 # No deadline: a loaded machine is not a failing test.
 hypothesis.settings.register_profile("packtrain", deadline=None)
 hypothesis.settings.load_profile("packtrain")
+
+# A shell's background jobs ignore SIGINT, and would hand that on to the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
