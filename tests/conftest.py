@@ -11,7 +11,7 @@ from tests.support import ranks
 hypothesis.settings.register_profile("packtrain", deadline=None)
 hypothesis.settings.load_profile("packtrain")
 
-# A shell's background jobs ignore SIGINT, and nohup's SIGHUP: the programs that tests signal would do so as well.
+# A shell's background jobs ignore SIGINT, and nohup's SIGHUP; programs that tests signal would do so as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
