@@ -69,6 +69,8 @@ def incident_fields(
     }
     if incident.generation is not None:
         fields["attempt"], fields["generation"] = incident.generation
+    if incident.good_step is not None:
+        fields["good_step"] = incident.good_step
     if incident.entity is not None:
         entity = incident.entity
         fields["entity"] = {"kind": entity.kind.value, "name": entity.name, "node": entity.node}
@@ -117,6 +119,7 @@ def incident_of(event: Event) -> Incident | None:
         entity=entity,
         nature=nature,
         symptom=event.text("symptom"),
+        good_step=event.integer("good_step") if "good_step" in fields else None,
         detector=event.text("detector"),
         generation=(event.integer("attempt"), event.integer("generation")) if has_ranks else None,
     )

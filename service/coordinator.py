@@ -21,6 +21,7 @@ from ops.diagnosis.rank_exits import RankExit, diagnose
 from ops.incident import Incident
 from ops.ledger import LedgerWriter
 from service.decisions import Decider, Nodes
+from service.going_back import GoingBack, StartPoint
 from service.run_store import last_step
 
 EVIDENCE_WINDOW_S = 2.0
@@ -35,6 +36,8 @@ class Order:
     generation: int
     address: tuple[str, int] | None = None
     """With "store": host and port of the generation's TCPStore."""
+    start: StartPoint = field(default_factory=StartPoint)
+    """With "start": where the ranks begin."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Coordinator:
         self._ledger = LedgerWriter(self._run_dir / "ledger" / "coordinator.jsonl")
         budgets = ResilienceSection.model_validate_json(budgets_json)
         self._decider = Decider(self._run_dir, budgets, self._ledger)
+        self._going_back = GoingBack(self._run_dir, self._ledger)
         self._changed = asyncio.Condition()
         self._attempt = _Attempt(-1, 0)
         self._is_stopping = False
@@ -137,7 +141,10 @@ class Coordinator:
     async def record_incident(self, incident: Incident) -> Decision:
         """Decide about an incident that the supervisor saw (the attempt is over: no shell is left)."""
         current = (self._attempt.number, self._attempt.generation.number)
-        return self._decider.decide(replace(incident, generation=current), shells_alive=False)
+        incident = replace(incident, generation=current)
+        decision = self._decider.decide(incident, shells_alive=False)
+        self._going_back.expect(incident, decision)
+        return decision
 
     # ------------------------------------------------------------------ shells
 
@@ -229,6 +236,7 @@ class Coordinator:
             generation=(self._attempt.number, current.number),
         )
         decision = self._decider.decide(incident, shells_alive=True)
+        self._going_back.expect(incident, decision)
         if decision.in_place and decision.action in RESTARTS and not self._is_stopping:
             await self._order(Order("kill", current.number))
             await self._start_next_when_reaped()
@@ -246,7 +254,8 @@ class Coordinator:
 
     async def _start_generation(self, number: int) -> None:
         self._attempt.generation = _Generation(number)
-        await self._order(Order("start", number))
+        start = self._going_back.start_point(self._attempt.number, number)
+        await self._order(Order("start", number, start=start))
         if self._is_stopping:
             await self._order(Order("terminate", number))
 

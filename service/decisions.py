@@ -26,7 +26,7 @@ from ops.replay import History, Remembered, incident_fields, incident_of
 from ops.situation import Situation
 from service.run_store import iter_runs, steps_of_ranks
 
-CARRIED_OUT = TODAYS_ACTIONS | {Action.PAGE, Action.OBSERVE}
+CARRIED_OUT = TODAYS_ACTIONS | {Action.PAGE, Action.OBSERVE, Action.ROLLBACK}
 """What supervisor, coordinator and shells can carry out between them."""
 
 

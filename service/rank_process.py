@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.events import Ranges
 from service.rank_faults import RankFaults
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ class RankRequest:
     log_path: str
     box_dir: str = ""
     """Folder of the node's black boxes; empty keeps none."""
+    restore_before: int | None = None
+    """Newest step whose checkpoint may be restored; 0 begins anew, None takes the newest whole one."""
+    skip_samples: Ranges = ()
+    """Global sample ordinals that are passed over."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -52,7 +57,8 @@ class RankRequest:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RankRequest":
         """From what to_json gave."""
-        return cls(**values)
+        ranges = tuple((int(first), int(stop)) for first, stop in values["skip_samples"])
+        return cls(**{**values, "skip_samples": ranges})
 
 
 class StopFlag:
@@ -109,7 +115,7 @@ class ShellLink:
             elif message["event"] == "terminate":
                 self._stop.set()
             elif message["event"] == "dump":
-                dump_collectives(Path(message["path"]))
+                dump_collectives(Path(message["path"]), Path(message["groups_path"]))
             elif message["event"] == "fault":
                 self._faults.ask(message["fault"])
 
@@ -141,19 +147,27 @@ def train_rank(
     return train_from_newest_checkpoint(request, open_store, stop, faults or RankFaults())
 
 
-def dump_collectives(path: Path) -> None:
+def dump_collectives(path: Path, groups_path: Path) -> None:
     """Write this process's flight recorder, as far as this build of torch has one. Any thread, any moment.
 
     NCCL's where there is one, else that of the other backends. Whoever asks waits for no answer: it looks
     whether the file is there. Stacks are left out: taking them can lock up beside a stuck thread.
+
+    Args:
+        path: takes the recorder's own bytes.
+        groups_path: takes the ranks of each of this process's groups by name, as JSON.
     """
     from torch._C import _distributed_c10d
+    from torch.distributed import distributed_c10d
 
+    made = list(distributed_c10d._world.pg_map)
+    members = {group.group_name: distributed_c10d.get_process_group_ranks(group) for group in made}
     dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
     dump = dump or getattr(_distributed_c10d, "_dump_fr_trace", None)
     if dump is None:
         return
     try:
+        groups_path.write_text(json.dumps(members))
         path.with_suffix(".part").write_bytes(dump(True, False, False))
         path.with_suffix(".part").replace(path)
     except (OSError, RuntimeError) as error:

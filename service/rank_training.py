@@ -5,6 +5,7 @@ Everything in this file is collective: each rank of the generation goes through 
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from ops.checkpoint.layout import CHECKPOINTS_DIR
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.writer import Peers
 from ops.ledger import LedgerWriter
+from ops.rollback import merged
 from service.checkpoint_hook import CheckpointHook, restore
 from service.rank_box import BlackBoxHook, EvaluationHook, RankBox
 from service.rank_faults import RankFaults
@@ -65,12 +67,13 @@ def train_from_newest_checkpoint(
     box.follow_collectives(groups)
     seed_rank(spec.run.seed, request.rank)
     engine = build_engine(spec, groups, device)
-    source = BatchSource(load_prepared(Path(request.data_dir)), spec, groups.dp.size, groups.dp.rank)
     title.show("load")
     box.enter(Phase.LOAD)
     ledger = LedgerWriter(run_dir / "ledger" / f"rank-{request.rank:05d}.jsonl")
     record = partial(_record, ledger, {"attempt": request.attempt, "generation": request.generation})
-    progress = _start_point(spec, run_dir, engine, groups, record, device)
+    progress = _start_point(spec, request, engine, groups, record, device)
+    prepared = load_prepared(Path(request.data_dir))
+    source = BatchSource(prepared, spec, groups.dp.size, groups.dp.rank, progress.skipped_samples)
     saving = CheckpointHook(
         spec.checkpoint,
         run_dir / CHECKPOINTS_DIR,
@@ -112,24 +115,34 @@ def _device(spec: JobSpec, local_rank: int) -> torch.device:
 
 def _start_point(
     spec: JobSpec,
-    run_dir: Path,
+    request: RankRequest,
     engine: Engine,
     groups: Groups,
     record: Callable[[str, dict[str, Any]], None],
     device: torch.device,
 ) -> Progress:
-    """The newest verified checkpoint, else the weights that the spec names, else a fresh start."""
+    """The newest verified checkpoint, else the weights that the spec names, else a fresh start.
+
+    What earlier rollbacks passed over stays passed over, whether or not the checkpoint knows of it.
+    """
 
     def lr_of_step(step: int) -> float:
         return lr_at(spec.optim, spec.train.steps, step)
 
     progress = restore(
-        engine, run_dir / CHECKPOINTS_DIR, groups, model_fingerprint(spec.model), lr_of_step, record, device
+        engine,
+        Path(request.run_dir) / CHECKPOINTS_DIR,
+        groups,
+        model_fingerprint(spec.model),
+        lr_of_step,
+        record,
+        device,
+        request.restore_before,
     )
     if progress.step == 0 and spec.train.init_from is not None:
         read_huggingface(Path(spec.train.init_from), engine.chunks(), spec.model)
         engine.after_load(lr_of_step(0))
-    return progress
+    return replace(progress, skipped_samples=merged([*progress.skipped_samples, *request.skip_samples]))
 
 
 def _metrics(spec: JobSpec, request: RankRequest, device: torch.device) -> list[Hook]:

@@ -252,6 +252,12 @@ def last_step(run_dir: Path) -> int:
     return int(record["step"]) if record else 0
 
 
+def next_sample(run_dir: Path) -> int | None:
+    """Global ordinal of the sample after those of the last step that was written; None before the first."""
+    record = _last_step_line(run_dir)
+    return int(record["sample_ordinal"]) if record else None
+
+
 def last_sign_of_life(run_dir: Path, otherwise: float) -> float:
     """When the last step was written (unix seconds): ranks that vanish leave no later trace."""
     record = _last_step_line(run_dir)

@@ -170,7 +170,7 @@ class _Shell:
             order = self._inbox.popleft()
             match order.kind:
                 case "start":
-                    self._fork(order.generation)
+                    self._fork(order)
                 case "store" if order.address is not None:
                     self._server.tell_rank(
                         {"event": "store", "host": order.address[0], "port": order.address[1]}
@@ -183,8 +183,8 @@ class _Shell:
                     return False
         return True
 
-    def _fork(self, generation: int) -> None:
-        self._generation = generation
+    def _fork(self, order: Order) -> None:
+        self._generation = order.generation
         self._has_rank = True
         self._is_doomed = False
         self._last_words = {}
@@ -193,7 +193,7 @@ class _Shell:
             run_dir=self._config.run_dir,
             data_dir=self._config.data_dir,
             attempt=self._config.attempt,
-            generation=generation,
+            generation=order.generation,
             rank=place.rank,
             local_rank=place.local_rank,
             node_rank=place.node_rank,
@@ -202,6 +202,8 @@ class _Shell:
             node=place.node,
             log_path=str(log_path(self._run_dir, self._config.attempt, place.rank)),
             box_dir=str(self._box_dir),
+            restore_before=order.start.restore_before,
+            skip_samples=order.start.skip_samples,
         )
         try:
             self._server.fork(request)
