@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.errors import SpecError
-from ops.ledger import read_metrics
+from ops.incident_rows import handling
+from ops.ledger import read_ledger, read_metrics
 from service.run_store import iter_runs, read_spec, read_state
 from service.tracking_run import settle
 
@@ -36,10 +37,34 @@ def summary(run_dir: Path) -> dict[str, Any]:
         "loss": last["loss"] if last else None,
         "tokens_per_s": last.get("tokens_per_s") if last else None,
         "attempts": state.attempts,
+        **_incidents(run_dir),
         "error": state.error.splitlines()[0] if state.error else "",
         "run_dir": str(run_dir),
         "mlflow_run_id": state.mlflow_run_id,
     }
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """A summary for people, a line for each figure."""
+    shown = dict(row)
+    if last := shown.get("last_incident"):
+        nodes = f", keeps off {', '.join(last['exclude'])}" if last["exclude"] else ""
+        seen = f", seen by {last['detector']}" if last["detector"] else ""
+        what = f"{last['class']}: {last['culprit']}, step {last['step']} -> {last['action']}"
+        shown["last_incident"] = f"{what} ({last['reason']}){seen}{nodes}"
+    return [f"{key:16} {value}" for key, value in shown.items()]
+
+
+def _incidents(run_dir: Path) -> dict[str, Any]:
+    """How many there were, and the last one: what it was, whose word it is, what was done about nodes."""
+    incidents = [event for event in read_ledger(run_dir) if event.kind == "incident"]
+    last: dict[str, Any] | None = None
+    if incidents:
+        event = incidents[-1]
+        named = {name: event.text(name) for name in ("class", "culprit", "action", "reason")}
+        at = {"step": event.integer("step"), "detected_at": event.seconds("detected_at", event.at)}
+        last = {**named, **at, **handling(event)}
+    return {"incidents": len(incidents), "last_incident": last}
 
 
 def summaries(storage: Path) -> list[dict[str, Any]]:
@@ -55,5 +80,6 @@ def _summary_or_trouble(run_dir: Path) -> dict[str, Any]:
         return summary(run_dir)
     except SpecError as error:
         nothing = {"layout": "", "step": 0, "steps": 0, "loss": None, "tokens_per_s": None, "attempts": 0}
+        nothing |= {"incidents": 0, "last_incident": None}
         where = {"run_dir": str(run_dir), "mlflow_run_id": None}
         return {"run_id": run_dir.name, "status": UNREADABLE, **nothing, "error": str(error), **where}

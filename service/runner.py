@@ -1,11 +1,12 @@
 """From a loaded spec to the end of a run: checks, data, cluster, supervisor, report."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jobs.data.prepare import PreparedData, check_unchanged, check_validation, check_vocab, prepare
-from jobs.errors import SpecError
+from jobs.errors import PacktrainError, SpecError
 from jobs.spec.compare import announce_lr, compare_for_resume
 from jobs.spec.job import JobSpec
 from jobs.spec.load import load_spec, resolved_json
@@ -13,9 +14,12 @@ from ops.durable import write_atomically
 from ops.ledger import LedgerWriter
 from service.env import environment, is_inside_ray_job
 from service.lasting_output import lasting_output
+from service.metrics_server import MetricsServer
+from service.notice_feed import NoticeFeed
 from service.origin import find_source_root
 from service.preflight import ClusterFacts, check_before_start
 from service.progress import ProgressView
+from service.run_follower import RunFollower
 from service.run_report import finish_run
 from service.run_store import (
     FINISHED,
@@ -151,8 +155,11 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
     touch_lease(run_dir)
     write_state(run_dir, state)
     view = ProgressView(run_dir, spec.train.steps)
-    feed = TrackingFeed(run_dir, spec, view.say)
+    follower = RunFollower(run_dir)
+    feed = TrackingFeed(run_dir, spec, view.say, follower=follower)
     feed.start()
+    notices = NoticeFeed(run_dir, spec.tracking.notify, follower, view.say, n_ranks=spec.world_size)
+    notices.start(environment())
     drills: list[KillAtStep] = []
     if options.demo_kill:
         drills = [
@@ -167,9 +174,29 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
 
     say(f"run {run_dir.name}: {spec.model.n_params:,} parameters, {spec.world_size} ranks, {run_dir}")
     code_dir = "" if is_inside_ray_job() else str(find_source_root())
-    try:
-        end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
-    finally:
-        view.close()
-    finish_run(run_dir, feed, end.status, options.export_dir, say)
+    with served_metrics(follower, spec, view.say):
+        try:
+            end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
+        finally:
+            view.close()
+        notices.close(end.status, end.error)
+        finish_run(run_dir, feed, end.status, options.export_dir, say)
     return EXIT_CODES[end.status]
+
+
+@contextlib.contextmanager
+def served_metrics(follower: RunFollower, spec: JobSpec, say: Say) -> Iterator[None]:
+    """Serve the run's figures meanwhile, where the spec asks for it; where that fails it costs a line."""
+    server: MetricsServer | None = None
+    tracking = spec.tracking
+    if tracking.metrics_port:
+        try:
+            server = MetricsServer(follower, tracking.metrics_host, tracking.metrics_port)
+            say(f"metrics for Prometheus: http://{tracking.metrics_host}:{server.port}/metrics")
+        except PacktrainError as error:
+            say(f"warning: tracking.metrics_port: {error}; the run goes on without")
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()

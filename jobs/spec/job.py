@@ -1,8 +1,9 @@
 """JobSpec: the whole of one run, frozen. Its resolved JSON, kept with the run, is the truth of that run."""
 
-from typing import Annotated, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jobs.spec.base import SpecSection
 from jobs.spec.data import DataSpec
@@ -45,6 +46,7 @@ OBSERVING = (
 """Detectors whose word is not acted upon before somebody has seen on this cluster that it can be trusted."""
 _LONGEST_S = 1e8
 """Three years: clocks and timers take no limit that is much longer."""
+_VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 
 
 class RunSection(SpecSection):
@@ -129,6 +131,28 @@ class TrackingSection(SpecSection):
     """How attention is counted in MFU: the causal half (Megatron) or all pairs of positions (torchtitan)."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one rank's device for MFU; None measures a matrix product at start."""
+    notify: tuple[str, ...] = ()
+    """Who is told of incidents and of the end: each `${NAME}`, an environment variable of the driver that
+    holds one Apprise URL (mailto://, slack://, json://, ...). The URL itself never gets into the spec."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port on which the driver serves this run's figures to Prometheus; 0 serves none."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address that they are served on; 0.0.0.0 lets other hosts read them."""
+
+    @field_validator("notify", mode="before")
+    @classmethod
+    def _names_variables(cls, entries: Any) -> Any:
+        listed = [entries] if isinstance(entries, str) else entries
+        if not isinstance(listed, list | tuple) or not all(isinstance(entry, str) for entry in listed):
+            return entries
+        for place, entry in enumerate(listed, start=1):
+            if not _VARIABLE.fullmatch(entry):  # never quoted: it may be a secret
+                raise ValueError(
+                    f"entry {place} is no ${{NAME}}: an Apprise URL holds tokens and passwords, and the spec "
+                    "is kept with the run; put the URL into an environment variable where the driver runs "
+                    "and write ${NAME} here"
+                )
+        return tuple(listed)
 
 
 class JobSpec(SpecSection):
