@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,22 +124,31 @@ def live_run(
     spec: Path = SPEC,
     flags: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[LiveRun]:
-    """Start `packtrain run` below tmp_path; whatever happens, nothing of it is left at the end."""
+    """Start `packtrain run` below tmp_path; whatever happens, nothing of it is left at the end.
+
+    A `prefix` is put before the command line: it may lead into another namespace.
+    """
     storage = tmp_path / "runs"
     words = [str(spec), "--set", f"run.storage={storage}", "--set", f"run.name={name}"]
-    with _started(tmp_path, ["run", *words, *_sets(overrides), *flags], storage / name, env) as run:
+    with _started(tmp_path, ["run", *words, *_sets(overrides), *flags], storage / name, env, prefix) as run:
         yield run
 
 
 @contextlib.contextmanager
 def resumed_run(
-    tmp_path: Path, name: str, *overrides: str, env: dict[str, str] | None = None
+    tmp_path: Path,
+    name: str,
+    *overrides: str,
+    flags: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[LiveRun]:
     """Start `packtrain resume` of a run that live_run began."""
     storage = tmp_path / "runs"
-    words = ["resume", name, "--storage", str(storage), *_sets(overrides)]
-    with _started(tmp_path, words, storage / name, env) as run:
+    words = ["resume", name, "--storage", str(storage), *_sets(overrides), *flags]
+    with _started(tmp_path, words, storage / name, env, prefix) as run:
         yield run
 
 
@@ -151,12 +160,16 @@ def shard_checksums(run_dir: Path, step: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _started(
-    tmp_path: Path, words: list[str], run_dir: Path, env: dict[str, str] | None
+    tmp_path: Path,
+    words: list[str],
+    run_dir: Path,
+    env: dict[str, str] | None,
+    prefix: Sequence[str],
 ) -> Iterator[LiveRun]:
     output = tmp_path / f"{run_dir.name}-{words[0]}-{time.monotonic_ns()}.txt"
     with output.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "service", *words],
+            [*prefix, sys.executable, "-m", "service", *words],
             cwd=tmp_path,
             env=command_environment(**(env or {})),
             stdin=subprocess.DEVNULL,
