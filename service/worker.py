@@ -5,6 +5,7 @@
       join the coordinator, then for each order:
         start      fork a rank process
         store      tell the rank where its generation meets
+        witness    have the hung rank write its flight recorder, and take its stacks
         kill       SIGKILL the rank (it may hang in a collective of a dead peer)
         terminate  SIGTERM the rank: save and leave
         end        kill what is left, return
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,13 @@ from jobs.spec.job import JobSpec
 from ops.diagnosis.rank_exits import RankExit
 from service.coordinator import Order, ShellInfo
 from service.env import RANK_MEMORY, environment, get_env
+from service.evidence import incident_folder
 from service.fork_client import ForkServer, RankMessage
 from service.origin import find_source_root
 from service.rank_box import box_folder, remove_box
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_spec
+from service.witness import dump_path, groups_path, take_testimony
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ class _Shell:
     def run(self, info: ShellInfo) -> None:
         """Obey orders until the last one."""
         setproctitle.setproctitle(f"packtrain[{self._run_dir.name}] shell of rank {self._place.rank}")
-        ray.get(self._coordinator.join.remote(self._config.attempt, info))
+        stage = self._spec.strategy.mesh.coordinates(self._place.rank)["pp"]
+        ray.get(self._coordinator.join.remote(self._config.attempt, replace(info, stage=stage)))
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
         try:
             while self._obey_orders():
@@ -175,6 +179,8 @@ class _Shell:
                     self._server.tell_rank(
                         {"event": "store", "host": order.address[0], "port": order.address[1]}
                     )
+                case "witness":
+                    self._witness()
                 case "kill":
                     self._kill()
                 case "terminate":
@@ -209,6 +215,22 @@ class _Shell:
             self._server.fork(request)
         except OSError:
             self._on_message(RankMessage("lost"))
+
+    def _witness(self) -> None:
+        """Have the rank write its flight recorder and take its stacks, in a thread: orders go on."""
+        rank, generation = self._place.rank, self._generation
+        folder = incident_folder(self._run_dir, self._config.attempt, generation)
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        paths = {"path": str(dump_path(folder, rank)), "groups_path": str(groups_path(folder, rank))}
+        self._server.tell_rank({"event": "dump", **paths})
+        pid = self._server.rank_pid
+
+        def tell() -> None:
+            found = take_testimony(rank, pid, folder)
+            self._tell("report_testimony", self._config.attempt, generation, found)
+
+        threading.Thread(target=tell, name="witness", daemon=True).start()
 
     def _kill(self) -> None:
         self._is_doomed = True  # a rank that is only being forked is killed when its pid is known
