@@ -46,7 +46,8 @@ class LiveRun:
     process: subprocess.Popen[str]
     run_dir: Path
     output: Path
-    own_pids: set[int] = field(default_factory=set)
+    own: set[psutil.Process] = field(default_factory=set)
+    """All that were seen: each is its pid and its start, since pids are given anew."""
 
     def wait(self, timeout_s: float = 240.0) -> int:
         """Exit code of the driver."""
@@ -89,7 +90,7 @@ class LiveRun:
         with contextlib.suppress(psutil.NoSuchProcess):
             driver = psutil.Process(self.process.pid)
             found = [driver, *driver.children(recursive=True)]
-            self.own_pids |= {process.pid for process in found}
+            self.own |= set(found)
             return found
         return []
 
@@ -104,15 +105,15 @@ class LiveRun:
         raise AssertionError(f"no process with {marks} among {titles}")
 
     def end(self) -> None:
-        """End the driver and all that descends from it, by pid."""
+        """End the driver and all that descends from it, and nobody who has one of their pids by now."""
         self.processes()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-        for pid in self.own_pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.own:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(10)
 
 
