@@ -16,7 +16,7 @@ from pathlib import Path
 from jobs.spec.job import ResilienceSection
 from ops.blame import SIGHTINGS_WINDOW_S, Sighting, sighting_of
 from ops.checkpoint.layout import CHECKPOINTS_DIR, newest_committed_step
-from ops.decision import TODAYS_ACTIONS, Action, Decision
+from ops.decision import Action, Decision
 from ops.incident import Incident, Nature
 from ops.ledger import LEDGER_DIR, LedgerWriter, read_ledger
 from ops.node_book import NodeBook, NodeBookError, strikes_of
@@ -26,7 +26,7 @@ from ops.replay import History, Remembered, incident_fields, incident_of
 from ops.situation import Situation
 from service.run_store import iter_runs, steps_of_ranks
 
-CARRIED_OUT = TODAYS_ACTIONS | {Action.PAGE, Action.OBSERVE, Action.ROLLBACK}
+CARRIED_OUT = frozenset(Action)
 """What supervisor, coordinator and shells can carry out between them."""
 
 

@@ -50,7 +50,7 @@ def train_from_newest_checkpoint(
     box = RankBox(box_dir, request.attempt, request.generation, request.rank)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {request.rank} %(message)s", force=True)
     run_dir = Path(request.run_dir)
-    spec = read_spec(run_dir)
+    spec = read_spec(run_dir, request.attempt)
     title = TitleHook(run_dir.name, request.rank)
     title.show("init")
     torch.set_num_threads(spec.resources.threads_per_rank)

@@ -1,6 +1,6 @@
 """The folder of a run: where everything of it lies, its state file, and how to find runs. Starts nothing.
 
-<storage>/<run id>/  spec.json  run.json  control/  ledger/  metrics.jsonl  logs/  checkpoints/
+<storage>/<run id>/  spec.json  run.json  control/  ledger/  metrics.jsonl  logs/  checkpoints/  attempts/
 report.html  loss.png
 """
 
@@ -122,14 +122,31 @@ def create_run(spec: JobSpec, run_dir: Path) -> RunState:
     return state
 
 
-def read_spec(run_dir: Path) -> JobSpec:
+def read_spec(run_dir: Path, attempt: int | None = None) -> JobSpec:
     """The resolved spec: the truth of the run.
+
+    Args:
+        run_dir: folder of the run.
+        attempt: one that has a smaller layout gives the spec that it runs with.
 
     Raises:
         SpecError: it is missing or damaged.
     """
     file = run_dir / "spec.json"
+    if attempt is not None and (own := _attempt_spec(run_dir, attempt)).exists():
+        file = own
     return spec_from_json(read_text(file), str(file))
+
+
+def write_attempt_spec(run_dir: Path, attempt: int, spec: JobSpec) -> None:
+    """Keep what an attempt runs with that has another layout than the run."""
+    file = _attempt_spec(run_dir, attempt)
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, resolved_json(spec))
+
+
+def _attempt_spec(run_dir: Path, attempt: int) -> Path:
+    return run_dir / "attempts" / f"attempt-{attempt:03d}.json"
 
 
 def read_state(run_dir: Path) -> RunState:

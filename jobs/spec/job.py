@@ -112,6 +112,9 @@ class ResilienceSection(SpecSection):
     """With on_bad_loss=skip: so many such steps in a row are passed over; one more is an incident."""
     wait_for_nodes_s: float = Field(default=300.0, ge=0, le=_LONGEST_S)
     """How long a new attempt waits for enough live nodes."""
+    shrink_to_frac: float = Field(default=0.5, gt=0, le=1)
+    """Where nodes are lost and no spare is left, the run goes on with the next smaller legal layout and the
+    same global batch, down to this share of its ranks; 1 never shrinks. It grows back when nodes return."""
     collective_timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
     stop_grace_s: float = Field(default=120.0, gt=0, le=_LONGEST_S)
     """Time that ranks get to save and leave after a stop request."""

@@ -39,12 +39,15 @@ def test_another_decider_knows_what_was_decided_and_a_run_that_was_ended_begins_
     assert first.action is Action.RESTART_RANKS
     again = decider(run_dir, "supervisor").decide(replace(KILLED, generation=(0, 0)), shells_alive=True)
     assert again.action is Action.OBSERVE
-    counted = decider(run_dir).decide(replace(KILLED, generation=(0, 1)), shells_alive=True)
+    other = replace(KILLED, culprit="rank 0 (node n2)", generation=(0, 1))
+    counted = decider(run_dir).decide(other, shells_alive=True)
     assert "restart 2 of 2" in counted.reason
-    stop = decider(run_dir).decide(replace(KILLED, generation=(0, 2)), shells_alive=True)
+    moved = decider(run_dir).decide(replace(KILLED, generation=(0, 2)), shells_alive=True)
+    assert (moved.action, moved.exclude) == (Action.RESTART_WITHOUT_NODE, ("n1",))
+    stop = decider(run_dir).decide(replace(KILLED, generation=(1, 0)), shells_alive=True)
     assert stop.action is Action.STOP
     LedgerWriter(run_dir / "ledger" / "supervisor.jsonl").write("run_ended", status="FAILED")
-    anew = decider(run_dir).decide(replace(KILLED, generation=(1, 0)), shells_alive=True)
+    anew = decider(run_dir).decide(replace(KILLED, generation=(2, 0)), shells_alive=True)
     assert "restart 1 of 2" in anew.reason
     events = read_ledger(run_dir)
     recorded = [event.text("reason") for event in events if event.kind == "incident"]
@@ -59,7 +62,7 @@ def test_strikes_go_into_the_book_that_all_runs_share(tmp_path: Path) -> None:
     (event,) = read_ledger(tmp_path / "run")
     assert event.fields["entity"] == {"kind": "gpu", "name": "GPU-1", "node": "n1"}
     later = decider(tmp_path / "other").decide(KILLED, shells_alive=True)
-    assert later.action in (Action.RESTART_RANKS, Action.RESTART_WITHOUT_NODE)
+    assert (later.action, later.exclude) == (Action.RESTART, ("n1",))
     (event,) = read_ledger(tmp_path / "other")
     assert event.fields["situation"]["out"] == ["n1"]
 
@@ -88,4 +91,4 @@ def test_what_cannot_be_written_or_read_costs_no_verdict(tmp_path: Path) -> None
     (tmp_path / "run" / "ledger").write_text("not a folder")
     (tmp_path / "run" / "metrics.jsonl").mkdir()
     broken = replace(XID, nature=Nature.CLEAR, generation=(0, 0))
-    assert decider(tmp_path / "run").decide(broken, shells_alive=True).action is Action.RESTART_RANKS
+    assert decider(tmp_path / "run").decide(broken, shells_alive=True).exclude == ("n1",)

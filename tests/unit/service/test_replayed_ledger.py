@@ -33,6 +33,6 @@ def test_the_ledger_of_a_coordinator_gives_the_same_decisions(tmp_path: Path) ->
     asyncio.run(run())
     events = read_ledger(tmp_path)
     recorded = [event.text("action") for event in events]
-    assert {"RESTART", "STOP"} == set(recorded)
+    assert {"RESTART", "RESTART_WITHOUT_NODE", "STOP"} == set(recorded)
     assert [decision.action.value for _, decision in replay(events, BUDGETS)] == recorded
     assert [decision.reason for _, decision in replay(events, BUDGETS)] == [e.text("reason") for e in events]
