@@ -28,53 +28,14 @@ from ops.monitors.collective_hang import NAME as HANG_DETECTOR
 from ops.monitors.collective_hang import Hang
 from service.decisions import Decider, Nodes
 from service.evidence import WITNESS_LIMIT_S, ask_agents, incident_folder, record_report, weigh_hang
-from service.going_back import GoingBack, StartPoint
+from service.going_back import GoingBack
+from service.orders import AttemptOutcome, Order, ShellInfo
 from service.run_store import last_step
 from service.watch import NodeReport, Watch
 from service.witness import Testimony
 
 EVIDENCE_WINDOW_S = 2.0
 """How long to wait for the exit that explains a broken connection before the connection itself is blamed."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What every shell of the attempt must do now."""
-
-    kind: Literal["start", "store", "witness", "fault", "kill", "terminate", "end"]
-    generation: int
-    address: tuple[str, int] | None = None
-    """With "store": host and port of the generation's TCPStore."""
-    start: StartPoint = field(default_factory=StartPoint)
-    """With "start": where the ranks begin."""
-    rank: int = -1
-    fault: str = ""
-    """With "fault": which rank has it, and what (drill.py)."""
-
-
-@dataclass(frozen=True)
-class ShellInfo:
-    """Where a shell runs."""
-
-    rank: int
-    node: str
-    node_id: str
-    shell_pid: int
-    sees_storage: bool
-    """The driver's token in the run folder could be read back on this node."""
-    stage: int = 0
-    """Pipeline stage of the rank."""
-
-
-@dataclass(frozen=True)
-class AttemptOutcome:
-    """How an attempt ended, as far as ranks and shells could tell."""
-
-    kind: Literal["running", "finished", "stopped", "failed"]
-    error: str = ""
-    decision: Decision | None = None
-    """What was decided, where an incident ended it ("failed"), or the ranks saved and left for a new attempt
-    ("stopped")."""
 
 
 @dataclass
@@ -152,6 +113,10 @@ class Coordinator:
     async def outcome(self) -> AttemptOutcome:
         """How the current attempt stands."""
         return self._attempt.outcome
+
+    async def order_fault(self, fault: str, rank: int) -> None:
+        """Have a rank fail on purpose."""
+        await self._order(Order("fault", self._attempt.generation.number, rank=rank, fault=fault))
 
     async def processes(self) -> dict[int, dict[str, Any]]:
         """Node, shell pid and rank pid by rank."""

@@ -1,7 +1,7 @@
 """The node agent: a Ray actor on each node of an attempt that reads what only that node can see.
 
     black boxes of the run's ranks  --+
-    monitors, each at its interval  --+--> NodeReport, once a second --> Coordinator
+    monitors, each at its interval  --+--> NodeReport, in intervals --> Coordinator
 
 It takes no CPU from the ranks' share and none of its failures reaches them: an agent that dies is started
 again by Ray, and ranks do not know of it. It judges nothing. `start_agents` is the driver's.
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,14 @@ import setproctitle
 
 from ops.black_box import BlackBoxError, BoxReading, read_box
 from ops.signal import Signal
-from service.env import get_env
+from service.env import health_lines_path, kernel_log_path
 from service.monitor_runner import MonitorRunner
 from service.node_monitors import node_monitors
 from service.rank_box import box_folder
-from service.watch import NodeReport
+from service.watch import NodeReport, report_interval_s
 
-REPORT_EVERY_S = 1.0
 URGENT_LIMIT_S = 0.5
 """For the monitors that may know why ranks have died: a restart waits for them."""
-KERNEL_LOG = "PACKTRAIN_KERNEL_LOG"
-"""Environment variable of a node: its kernel's log where that is not /dev/kmsg."""
-HEALTH_LINES = "PACKTRAIN_HEALTH_LINES"
-"""Environment variable of a node: a file to which its own health checks write JSON lines."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -46,6 +41,7 @@ class AgentConfig:
     coordinator: str
     """Name of the coordinator actor."""
     namespace: str
+    report_every_s: float = 1.0
 
 
 class NodeAgent:
@@ -64,8 +60,8 @@ class NodeAgent:
                 self._node,
                 run_dir.parent,
                 self._boxes.rank_of_pid,
-                Path(get_env(KERNEL_LOG) or "/dev/kmsg"),
-                Path(lines) if (lines := get_env(HEALTH_LINES)) else None,
+                kernel_log_path(),
+                health_lines_path(),
             )
         )
         self._lock = threading.Lock()
@@ -80,7 +76,7 @@ class NodeAgent:
 
     def _report_on(self) -> None:
         while True:
-            due_at_mono_s = time.monotonic() + REPORT_EVERY_S
+            due_at_mono_s = time.monotonic() + self._config.report_every_s
             try:
                 with self._lock:
                     signals = self._runner.turn()
@@ -144,11 +140,12 @@ def start_agents(coordinator: Any, config: AgentConfig) -> Iterator[None]:
             nodes = ray.get(coordinator.nodes.remote(config.attempt))
         except ray.exceptions.RayError:
             return  # without a coordinator the attempt ends
+        own = replace(config, report_every_s=report_interval_s(len(nodes)))
         for node_id in nodes:
             with lock:
                 if is_over.is_set():
                     return
-                agents.append(_start_agent(node_id, config))
+                agents.append(_start_agent(node_id, own))
 
     threading.Thread(target=start, name="agents", daemon=True).start()
     try:

@@ -149,7 +149,7 @@ def _connect(spec: JobSpec, run_dir: Path, options: RunOptions, *, resume: bool)
 
 
 def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, say: Say) -> int:
-    from service.drill import KillAtStep
+    from service.drill import KillAtStep, RequestedDrills, drill_request
     from service.supervisor import Supervisor
 
     touch_lease(run_dir)
@@ -160,11 +160,12 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
     feed.start()
     notices = NoticeFeed(run_dir, spec.tracking.notify, follower, view.say, n_ranks=spec.world_size)
     notices.start(environment())
-    drills: list[KillAtStep] = []
+    drill_request(run_dir).unlink(missing_ok=True)  # of an earlier driver
+    drills: list[KillAtStep | RequestedDrills] = [RequestedDrills(run_dir, view.say)]
     if options.demo_kill:
-        drills = [
-            KillAtStep("rank_pid", round(0.45 * spec.train.steps), view.say),
-            KillAtStep("shell_pid", 2 * round(0.45 * spec.train.steps), view.say),
+        drills += [
+            KillAtStep("kill", round(0.45 * spec.train.steps), view.say),
+            KillAtStep("kill-shell", 2 * round(0.45 * spec.train.steps), view.say),
         ]
 
     def watch(supervisor: Supervisor) -> None:
@@ -181,7 +182,7 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
             view.close()
         notices.close(end.status, end.error)
         finish_run(run_dir, feed, end.status, options.export_dir, say)
-    return EXIT_CODES[end.status] if end.exit_code is None else end.exit_code
+    return EXIT_CODES[end.status]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@
       join the coordinator, then for each order:
         start      fork a rank process
         store      tell the rank where its generation meets
+        fault      fail on purpose, in a drill
         witness    have the hung rank write its flight recorder, and take its stacks
         kill       SIGKILL the rank (it may hang in a collective of a dead peer)
         terminate  SIGTERM the rank: save and leave
@@ -35,10 +36,11 @@ from ray.train.backend import BackendConfig
 
 from jobs.spec.job import JobSpec
 from ops.diagnosis.rank_exits import RankExit
-from service.coordinator import Order, ShellInfo
-from service.env import RANK_MEMORY, environment, get_env
+from service.drill import write_xid
+from service.env import RANK_MEMORY, environment, get_env, kernel_log_path
 from service.evidence import incident_folder
 from service.fork_client import ForkServer, RankMessage
+from service.orders import Order, ShellInfo
 from service.origin import find_source_root
 from service.rank_box import box_folder, remove_box
 from service.rank_process import RankRequest
@@ -126,7 +128,7 @@ class _Shell:
         self._code_dir = config.code_dir or str(find_source_root())
         self._place = place
         self._run_dir = Path(config.run_dir)
-        self._spec: JobSpec = read_spec(self._run_dir, config.attempt)
+        self._spec: JobSpec = read_spec(self._run_dir)
         self._coordinator = coordinator
         self._box_dir = box_folder(self._run_dir.name, place.node_id)
         self._server = self._start_server()
@@ -181,6 +183,8 @@ class _Shell:
                     )
                 case "witness":
                     self._witness()
+                case "fault" if order.rank == self._place.rank:
+                    self._fail(order.fault)
                 case "kill":
                     self._kill()
                 case "terminate":
@@ -231,6 +235,21 @@ class _Shell:
             self._tell("report_testimony", self._config.attempt, generation, found)
 
         threading.Thread(target=tell, name="witness", daemon=True).start()
+
+    def _fail(self, fault: str) -> None:
+        """A drill: this rank, or this shell, has a fault on purpose."""
+        match fault:
+            case "stop":
+                self._server.signal_rank(signal.SIGSTOP)
+            case "kill":
+                self._server.signal_rank(signal.SIGKILL)
+            case "kill-shell":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "xid":
+                write_xid(kernel_log_path())
+                self._server.signal_rank(signal.SIGKILL)
+            case _:
+                self._server.tell_rank({"event": "fault", "fault": fault})
 
     def _kill(self) -> None:
         self._is_doomed = True  # a rank that is only being forked is killed when its pid is known

@@ -12,9 +12,10 @@ from ops.checkpoint.manifest import read_manifest
 from ops.decision import Action
 from ops.diagnosis.rank_exits import RankExit
 from ops.ledger import LedgerWriter, read_ledger, read_metrics
-from service.coordinator import Coordinator, Order, ShellInfo
+from service.coordinator import Coordinator
 from service.fork_client import ForkServer
 from service.going_back import GoingBack, StartPoint
+from service.orders import Order, ShellInfo
 from service.run_store import RUNNING
 from tests.support.one_rank import run_one_rank, start_server
 from tests.support.stored_runs import stopped_run
