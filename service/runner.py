@@ -182,7 +182,7 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
             view.close()
         notices.close(end.status, end.error)
         finish_run(run_dir, feed, end.status, options.export_dir, say)
-    return EXIT_CODES[end.status]
+    return EXIT_CODES[end.status] if end.exit_code is None else end.exit_code
 
 
 @contextlib.contextmanager

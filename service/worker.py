@@ -128,7 +128,7 @@ class _Shell:
         self._code_dir = config.code_dir or str(find_source_root())
         self._place = place
         self._run_dir = Path(config.run_dir)
-        self._spec: JobSpec = read_spec(self._run_dir)
+        self._spec: JobSpec = read_spec(self._run_dir, config.attempt)
         self._coordinator = coordinator
         self._box_dir = box_folder(self._run_dir.name, place.node_id)
         self._server = self._start_server()

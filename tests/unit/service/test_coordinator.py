@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ops.decision import RESTARTS, Action
 from ops.diagnosis.rank_exits import RankExit
 from ops.incident import FailureClass, Incident
 from ops.ledger import read_ledger
@@ -88,3 +89,58 @@ def test_a_stop_request_reaches_a_generation_that_starts_after_it(tmp_path: Path
 
 
 PREEMPTED = Incident(FailureClass.PREEMPTION, "node 10.0.0.1", "drained", 3, 1.0, 1.0)
+
+
+def test_ranks_that_go_on_save_and_leave_before_a_new_attempt(tmp_path: Path) -> None:
+    async def play() -> None:
+        coordinator = await two_ranks(tmp_path)
+        decision = await coordinator.report_finding(PREEMPTED)
+        assert (decision.action, decision.at_checkpoint) == (Action.RESTART_WITHOUT_NODE, True)
+        assert await kinds(coordinator) == ["start", "terminate"]
+        again = await coordinator.report_finding(PREEMPTED)
+        assert again.action is Action.OBSERVE
+        for rank in range(2):
+            await coordinator.report_exit(0, 0, gone(rank, 0), "stopped")
+        outcome = await coordinator.outcome()
+        assert (outcome.kind, outcome.decision) == ("stopped", decision)
+
+    asyncio.run(play())
+
+
+def test_a_rank_that_dies_while_it_is_to_leave_ends_the_attempt_and_the_node_stays_left(
+    tmp_path: Path,
+) -> None:
+    async def play() -> None:
+        coordinator = await two_ranks(tmp_path)
+        await coordinator.report_finding(PREEMPTED)
+        await coordinator.report_exit(0, 0, gone(0, -9), "")
+        outcome = await coordinator.outcome()
+        assert outcome.decision is not None
+        assert (outcome.kind, outcome.decision.exclude) == ("failed", ("10.0.0.1",))
+        assert await kinds(coordinator) == ["start", "terminate", "kill", "end"]
+
+    asyncio.run(play())
+
+
+def test_ranks_that_do_not_leave_in_time_are_ended_as_they_are(tmp_path: Path) -> None:
+    async def play() -> None:
+        coordinator = await two_ranks(tmp_path, budgets='{"stop_grace_s": 0.05}')
+        decision = await coordinator.report_finding(PREEMPTED)
+        await asyncio.sleep(0.2)
+        assert await kinds(coordinator) == ["start", "terminate", "end"]
+        assert (await coordinator.outcome()).decision == decision
+
+    asyncio.run(play())
+
+
+def test_what_is_only_told_leaves_the_ranks_alone(tmp_path: Path) -> None:
+    async def play() -> None:
+        coordinator = await two_ranks(tmp_path)
+        full = Incident(FailureClass.STORAGE, "storage", "disk full", 3, 1.0, 1.0)
+        assert (await coordinator.report_finding(full)).action is Action.PAGE
+        assert await kinds(coordinator) == ["start"]
+        broken = Incident(FailureClass.GPU_HARDWARE, "rank 1 (node 10.0.0.1)", "Xid 79", 3, 1.0, 1.0)
+        assert (await coordinator.report_finding(broken)).action in RESTARTS
+        assert await kinds(coordinator) in (["start", "kill"], ["start", "end"])
+
+    asyncio.run(play())
