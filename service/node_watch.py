@@ -3,6 +3,7 @@
     what the coordinator has to know of the cluster when it decides   -> tell_nodes
     a node of the attempt that Ray drains                              -> an incident, once: PREEMPTION
     room for the full layout again while a smaller one runs            -> the ranks save and leave
+    nodes beyond those of the attempt, as many spares as are wanted    -> held for the run
 
 A thread of its own: Ray's control store may be away for a while, and training does not notice. What cannot
 be asked or told now is so at the next look.
@@ -21,11 +22,13 @@ import ray
 from ops.checkpoint.layout import CHECKPOINTS_DIR, newest_committed_step
 from ops.incident import FailureClass, Incident
 from ops.node_book import NodeBook
+from ops.quarantine import Fleet
 from ops.signal import Entity, EntityKind
 from ops.situation import decide_growth
 from service.decisions import Nodes
 from service.room import Place, Room, live_places
 from service.run_store import last_step
+from service.spare_nodes import SpareNodes
 
 LOOK_S = 2.0
 N_LOOKS_BEFORE_GROWTH = 3
@@ -55,6 +58,7 @@ class NodeWatch:
         self._book = NodeBook(run_dir.parent)
         self._ranks_on: Counter[str] = Counter()
         """Ranks by Ray node id, once all of them are there."""
+        self._spares = SpareNodes(room.spec, note)
         self._told: Nodes | None = None
         self._end = threading.Event()
         self._n_looks_with_room = 0
@@ -68,8 +72,8 @@ class NodeWatch:
 
     def tell(self) -> Sequence[Place]:
         """Tell the coordinator what the cluster is now, where that is new; returns the live nodes."""
-        have = live_places(self._room.needs)
-        nodes = self._room.nodes(have, self._ranks_on)
+        have = live_places(self._room.spec.resources)
+        nodes = self._room.nodes(have, self._ranks_on + self._spares.places)
         if nodes != self._told:
             self._told = nodes
             self._coordinator.tell_nodes.remote(nodes)
@@ -99,7 +103,10 @@ class NodeWatch:
         have = self.tell()
         if self._ranks_on:
             self._report_drains(have)
-            self._grow(have)
+            fleet = self._book.fleet()
+            self._grow(have, fleet)
+            if self._n_ranks == self._room.spec.world_size:
+                self._spares.hold(have, self._ranks_on, fleet.out_of_service)
 
     def _report_drains(self, have: Sequence[Place]) -> None:
         leaving = {p.address for p in have if p.is_leaving and p.node_id in self._ranks_on}
@@ -119,12 +126,12 @@ class NodeWatch:
             )
             self._coordinator.report_finding.remote(incident)
 
-    def _grow(self, have: Sequence[Place]) -> None:
-        if self._is_growing or self._n_ranks >= self._room.n_ranks:
+    def _grow(self, have: Sequence[Place], fleet: Fleet) -> None:
+        if self._is_growing or self._n_ranks >= self._room.spec.world_size:
             return
         newest = newest_committed_step(self._run_dir / CHECKPOINTS_DIR) or 0
         situation = self._room.growth(
-            have, self._ranks_on, self._book.fleet(), has_progressed=newest > self._committed_then
+            have, self._ranks_on, fleet, has_progressed=newest > self._committed_then
         )
         decision = decide_growth(self._n_ranks, situation)
         self._n_looks_with_room = self._n_looks_with_room + 1 if decision is not None else 0

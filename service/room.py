@@ -91,14 +91,9 @@ class Room:
         self._ids_then: frozenset[str] = frozenset()
 
     @property
-    def needs(self) -> ResourcesSection:
-        """What each rank takes."""
-        return self._spec.resources
-
-    @property
-    def n_ranks(self) -> int:
-        """Of the full layout."""
-        return self._spec.world_size
+    def spec(self) -> JobSpec:
+        """The run's own: with its full layout."""
+        return self._spec
 
     @cached_property
     def can_shrink_to(self) -> int:

@@ -112,6 +112,9 @@ class ResilienceSection(SpecSection):
     """With on_bad_loss=skip: so many such steps in a row are passed over; one more is an incident."""
     wait_for_nodes_s: float = Field(default=300.0, ge=0, le=_LONGEST_S)
     """How long a new attempt waits for enough live nodes."""
+    spares: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Nodes beyond those of the run that are held for it, as far as they are there; auto: as many as keep it
+    whole for 99 % of the time."""
     shrink_to_frac: float = Field(default=0.5, gt=0, le=1)
     """Where nodes are lost and no spare is left, the run goes on with the next smaller legal layout and the
     same global batch, down to this share of its ranks; 1 never shrinks. It grows back when nodes return."""

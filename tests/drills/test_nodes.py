@@ -87,24 +87,29 @@ def test_without_a_spare_the_run_shrinks_and_grows_back(tmp_path: Path) -> None:
 
 
 def test_a_drained_node_is_left_with_a_checkpoint_and_one_out_of_service_never_used(tmp_path: Path) -> None:
-    storage = tmp_path / "runs"
-    cordon = NodeChange(1.0, "127.0.0.3", ChangeKind.CORDON, Owner.HUMAN, "fans")
+    storage, broken = tmp_path / "runs", "127.0.0.3"
+    cordon = NodeChange(1.0, broken, ChangeKind.CORDON, Owner.HUMAN, "fans")
     NodeBook(storage).change(lambda _: [cordon])
     with ray_cluster(n_cpus=2) as cluster:
-        cluster.add_node(n_cpus=2, ip=SECOND)
-        cluster.add_node(n_cpus=4, ip="127.0.0.3")
+        for ip, n_cpus in ((SECOND, 2), (broken, 4), ("127.0.0.4", 2)):
+            cluster.add_node(n_cpus=n_cpus, ip=ip)
         flags = ("--address", cluster.address)
-        overrides = ("train.steps=30", "resilience.max_attempts=1", *TWO_NODES)
+        overrides = ("train.steps=30", "resilience.max_attempts=1", "resilience.spares=1", *TWO_NODES)
         with live_run(tmp_path, "drained", *overrides, flags=flags) as run:
             run.until_step(8)
-            drain(cluster, SECOND)
+            first = run.events("ranks_started")[0]["nodes"]
+            (spare,) = run.events("spares")
+            assert len(spare["held"]) == 1
+            assert not {broken, *first} & set(spare["held"])
+            leaving = next(node for node in first if node.startswith("127."))
+            drain(cluster, leaving)
             assert run.wait(400) == 0, run.text()
         (incident,) = run.events("incident")
         assert (incident["class"], incident["action"]) == ("preemption", "RESTART_WITHOUT_NODE")
         assert incident["at_checkpoint"]
         assert [line["step"] for line in run.metrics()] == list(range(1, 31))  # none was lost
-        first, last = run.events("ranks_started")
-        assert SECOND in first["nodes"]
-        assert SECOND not in last["nodes"]
-        assert "127.0.0.3" not in {*first["nodes"], *last["nodes"]}
-        assert run.events("attempt_started")[0]["exclude"] == ["127.0.0.3"]
+        last = run.events("ranks_started")[1]["nodes"]
+        assert len(first) == len(last) == 2
+        assert leaving not in last
+        assert broken not in {*first, *last}
+        assert run.events("attempt_started")[0]["exclude"] == [broken]

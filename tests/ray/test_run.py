@@ -114,7 +114,7 @@ def test_an_error_in_the_data_code_stops_at_once_with_its_traceback(tmp_path: Pa
         os.kill(
             run.pid_of("packtrain[broken] rank 0"), signal.SIGKILL
         )  # the next generation reads the data anew
-        assert run.wait() == 1
+        assert run.wait() == 93
         last = run.events("incident")[-1]
         assert last["action"] == "STOP"
         assert last["class"] in ("configuration", "user_code")

@@ -1,10 +1,14 @@
 """The decider on real folders: what it knows after a restart, what it writes, what it does without."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from jobs.spec.job import ResilienceSection
-from ops.decision import Action
+from ops.decision import RESTARTS, Action
 from ops.incident import FailureClass, Incident, Nature
 from ops.ledger import LedgerWriter, read_ledger
 from ops.node_book import NodeBook
@@ -92,3 +96,44 @@ def test_what_cannot_be_written_or_read_costs_no_verdict(tmp_path: Path) -> None
     (tmp_path / "run" / "metrics.jsonl").mkdir()
     broken = replace(XID, nature=Nature.CLEAR, generation=(0, 0))
     assert decider(tmp_path / "run").decide(broken, shells_alive=True).exclude == ("n1",)
+
+
+happenings = st.lists(
+    st.tuples(
+        st.sampled_from([FailureClass.WORKER_KILLED, FailureClass.NODE_LOST, FailureClass.GPU_HARDWARE]),
+        st.sampled_from(["n1", "n2", "n3"]),
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(happenings)
+def test_whatever_happens_is_decided_once_off_the_nodes_out_of_service_and_again_the_same_from_the_ledger(
+    happened: list[tuple[FailureClass, str, bool, bool, bool]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        own, ranks = decider(run_dir), (0, 0)
+        for number, (failure_class, node, shells_alive, is_lost, is_ended) in enumerate(happened):
+            entity = Entity(EntityKind.NODE, node)
+            incident = Incident(
+                failure_class, f"node {node}", "line", number, number, number, entity, generation=ranks
+            )
+            decision = own.decide(incident, shells_alive=shells_alive)
+            out = NodeBook(run_dir.parent).fleet().out_of_service
+            if decision.action in RESTARTS and not decision.in_place:
+                assert out <= set(decision.exclude)
+            if not decision.in_place or shells_alive:
+                assert own.decide(incident, shells_alive=shells_alive).action is Action.OBSERVE
+            ranks = (ranks[0], ranks[1] + 1) if decision.in_place else (ranks[0] + 1, 0)
+            if is_ended:
+                LedgerWriter(run_dir / "ledger" / "supervisor.jsonl").write("run_ended", status="FAILED")
+            if is_lost or is_ended:
+                own = decider(run_dir)
+        events = read_ledger(run_dir)
+        told = [(event.text("action"), event.text("reason")) for event in events if event.kind == "incident"]
+        assert [(one.action.value, one.reason) for _, one in replay(events, BUDGETS)] == told
