@@ -31,7 +31,7 @@ from service.evidence import WITNESS_LIMIT_S, ask_agents, incident_folder, recor
 from service.going_back import GoingBack
 from service.orders import AttemptOutcome, Order, ShellInfo
 from service.run_store import last_step
-from service.watch import NodeReport, Watch
+from service.watch import NodeReport, Watch, report_interval_s
 from service.witness import Testimony
 
 EVIDENCE_WINDOW_S = 2.0
@@ -239,8 +239,11 @@ class Coordinator:
         """Ray's ids of the attempt's nodes, once all shells have joined; empty when it is over before."""
         async with self._changed:
             await self._changed.wait_for(lambda: attempt < self._attempt.number or self._has_begun(attempt))
-            is_over = attempt != self._attempt.number
-            return () if is_over else tuple(sorted({s.node_id for s in self._attempt.shells.values()}))
+            if attempt != self._attempt.number:
+                return ()
+            found = tuple(sorted({s.node_id for s in self._attempt.shells.values()}))
+            self._watch.reports_every_s = report_interval_s(len(found))
+            return found
 
     async def join_agent(self, attempt: int, node_id: str, agent: Any) -> None:
         """An agent runs, or runs again."""

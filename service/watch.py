@@ -1,6 +1,6 @@
 """What the coordinator knows of the ranks while they run: their newest boxes, and the signals of late.
 
-    node agents --NodeReport, once a second--> Watch --find_hang--> Hang | None
+    node agents --NodeReport, in intervals--> Watch --find_hang--> Hang | None
                                                      --signals-->   evidence, when ranks have died
 
 Keeps values only: the coordinator acts. It learns from all generations of the run how long a phase takes.
@@ -21,6 +21,14 @@ SIGNALS_WINDOW_S = 600.0
 MAX_SIGNALS = 20_000
 """A flood pushes out the oldest."""
 LOOK_EVERY_S = 1.0
+REPORTS_A_SECOND = 200
+"""That the coordinator takes without being busy with them: of more nodes, each reports less often."""
+MAX_REPORT_INTERVAL_S = 10.0
+
+
+def report_interval_s(n_nodes: int) -> float:
+    """How often each of so many nodes reports: every second up to 200 nodes, every ten from 2,000 on."""
+    return min(MAX_REPORT_INTERVAL_S, max(1.0, n_nodes / REPORTS_A_SECOND))
 
 
 @dataclass(frozen=True)
