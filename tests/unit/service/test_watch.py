@@ -6,7 +6,7 @@ from dataclasses import replace
 from ops.black_box import BoxReading, Phase, PhaseSums
 from ops.monitors.collective_hang import Hang
 from ops.signal import Entity, EntityKind, Signal
-from service.watch import MAX_SIGNALS, SIGNALS_WINDOW_S, NodeReport, Watch
+from service.watch import MAX_SIGNALS, SIGNALS_WINDOW_S, NodeReport, Watch, report_interval_s
 from tests.support.simulated_ranks import box
 
 STAGES = {0: 0, 1: 0}
@@ -106,3 +106,27 @@ def test_signals_are_kept_for_a_while_and_a_flood_is_bounded() -> None:
     assert watch.signals_since(0.0) == [new]
     watch.add_signals([new] * (2 * MAX_SIGNALS))
     assert len(watch.signals_since(0.0)) == MAX_SIGNALS
+
+
+def test_many_nodes_report_less_often() -> None:
+    assert [report_interval_s(n) for n in (1, 200, 400, 2048, 20_000)] == [1.0, 1.0, 2.0, 10.0, 10.0]
+
+
+def test_boxes_that_come_every_ten_seconds_are_no_hang_by_their_age_and_a_hang_is_found_with_its_rank() -> (
+    None
+):
+    """Rank 0's node reports when a second ends in 0, rank 1's when it ends in 5."""
+    watch = Watch(reports_every_s=10.0)
+    stopped_at = 100
+    for second in range(1, 200):
+        n_steps = min(second, stopped_at)
+        rank = {0: 0, 5: 1}.get(second % 10)
+        if rank is not None:
+            reading = stepping(rank, n_steps, collective=10 * n_steps + (5 if rank == 0 else 0))
+            watch.hear(NodeReport(0, f"n{rank}", ((reading, 0.1 + second - n_steps),)), STAGES, NOW + second)
+        hang = watch.look((0, 0), 2, NOW + second)
+        if hang is not None:
+            break
+    assert hang is not None
+    assert stopped_at + 10 < second <= stopped_at + 20
+    assert hang.culprits == (1,)
