@@ -9,6 +9,7 @@ again by Ray, and ranks do not know of it. It judges nothing. `start_agents` is 
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import setproctitle
 
 from ops.black_box import BlackBoxError, BoxReading, read_box
 from ops.signal import Signal
@@ -51,7 +51,10 @@ class NodeAgent:
         """Begin to report; a restarted agent takes the same way."""
         context = ray.get_runtime_context()
         run_dir = Path(config.run_dir)
-        setproctitle.setproctitle(f"packtrain[{run_dir.name}] node agent")
+        # Ray lowers its workers' priority. Ranks that spin would keep an agent behind them from telling that
+        # they hang, so it gets its raylet's; it takes next to nothing of the processor.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         self._config = config
         self._node = ray.util.get_node_ip_address()
         self._boxes = BoxReader(box_folder(run_dir.name, context.get_node_id()))
