@@ -64,14 +64,23 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
         except (RuntimeError, ConnectionError, ValueError) as error:
             raise connection_error(address, error) from error
         return address
+    n_cores = os.cpu_count() or 1
+    n_cpus = embedded_cpus(spec, n_cores)
     prepare_embedded_cluster()
-    ray.init(
-        address="local",
-        num_cpus=embedded_cpus(spec, os.cpu_count() or 1),
-        object_store_memory=200_000_000,
-        runtime_env={"env_vars": {"PYTHONPATH": str(code_dir)}},
-        **options,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=n_cpus,
+            object_store_memory=200_000_000,
+            runtime_env={"env_vars": {"PYTHONPATH": str(code_dir)}},
+            **options,
+        )
+    except Exception as error:  # Ray has no class of its own for a part that does not come up
+        raise ClusterError(
+            f"Ray did not start on this machine (load average {os.getloadavg()[0]:.0f} on {n_cores} cores): "
+            f"{str(error).strip().splitlines()[0]} Nothing is lost: try again when less runs here, or name a "
+            "cluster with --address"
+        ) from error
     _step_aside()
     return "local"
 

@@ -21,6 +21,7 @@ from jobs.spec.compare import model_changes, model_fingerprint
 from jobs.spec.data import FileTokenizer, PythonCorpus
 from jobs.spec.job import JobSpec
 from jobs.spec.load import spec_from_json
+from service.run_store import read_state
 
 _GIB: Final = 1024**3
 _MIB: Final = 1024**2
@@ -329,10 +330,9 @@ def folder_problems(spec: JobSpec, run_dir: Path, *, resume: bool) -> list[str]:
 
 def _status(run_dir: Path) -> str:
     try:
-        status = json.loads((run_dir / "run.json").read_bytes())["status"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return f"status {read_state(run_dir).current_status(run_dir)}"
+    except SpecError:
         return "not a run of Packtrain: there is no readable run.json"
-    return f"status {status}"
 
 
 def _other_model(spec: JobSpec, run_dir: Path) -> list[str]:

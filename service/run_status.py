@@ -6,7 +6,7 @@ from typing import Any
 from jobs.errors import SpecError
 from ops.incident_rows import handling
 from ops.ledger import read_ledger, read_metrics
-from service.run_store import iter_runs, read_spec, read_state
+from service.run_store import RunState, iter_runs, read_spec, read_state
 from service.tracking_run import settle
 
 UNREADABLE = "UNREADABLE"
@@ -38,10 +38,20 @@ def summary(run_dir: Path) -> dict[str, Any]:
         "tokens_per_s": last.get("tokens_per_s") if last else None,
         "attempts": state.attempts,
         **_told_by_ledger(run_dir),
-        "error": state.error.splitlines()[0] if state.error else "",
+        "error": _error(state, status),
         "run_dir": str(run_dir),
         "mlflow_run_id": state.mlflow_run_id,
     }
+
+
+def _error(state: RunState, status: str) -> str:
+    """The first line of why the run ended; of a driver that was killed nobody else can tell."""
+    if status != state.status:
+        return (
+            f"the driver (process {state.driver_pid} on {state.driver_host}) is gone; "
+            f"go on with packtrain resume {state.run_id}"
+        )
+    return state.error.splitlines()[0] if state.error else ""
 
 
 def lines(row: dict[str, Any]) -> list[str]:

@@ -58,7 +58,9 @@ class RunState:
             lease = run_dir / "control" / "driver_alive"
             return lease.exists() and time.time() - lease.stat().st_mtime < LEASE_S
         try:
-            return abs(psutil.Process(self.driver_pid).create_time() - self.driver_started_at) < 1.0
+            driver = psutil.Process(self.driver_pid)
+            is_same = abs(driver.create_time() - self.driver_started_at) < 1.0
+            return is_same and driver.status() != psutil.STATUS_ZOMBIE  # killed, and its parent does not reap
         except psutil.NoSuchProcess:
             return False
 
@@ -289,6 +291,11 @@ def steps_of_ranks(run_dir: Path, attempt: int, generation: int) -> int:
             break
         count += 1
     return count
+
+
+def recent_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Step lines at the end of metrics.jsonl, oldest first: a hundred or more of a long run."""
+    return list(_step_lines_backwards(run_dir))[::-1]
 
 
 def _last_step_line(run_dir: Path) -> dict[str, Any] | None:

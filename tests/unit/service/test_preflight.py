@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import SpecError
-from jobs.spec.load import load_spec, resolved_json
+from jobs.spec.load import load_spec
 from service.preflight import (
     CheckpointEstimate,
     ClusterFacts,
@@ -28,6 +29,7 @@ from service.preflight import (
     tokenizer_file_size,
     vocabulary_problem,
 )
+from service.run_store import create_run, read_state, write_state
 from tests.support.ranks import run_ranks
 
 RANKS_PRELOAD = ("deepspeed", "ops.checkpoint.writer")
@@ -399,9 +401,7 @@ def test_the_specs_environment_goes_over_the_nodes(load, refused, tmp_path):
 @pytest.fixture
 def used(load, tmp_path):
     run_dir = tmp_path / "runs" / "one"
-    run_dir.mkdir(parents=True)
-    (run_dir / "spec.json").write_text(resolved_json(load()))
-    (run_dir / "run.json").write_text(json.dumps({"run_id": "one", "status": "FINISHED"}))
+    write_state(run_dir, replace(create_run(load(), run_dir), status="FINISHED"))
     return run_dir
 
 
@@ -411,6 +411,11 @@ def test_name_in_use(load, refused, used):
         "packtrain resume one"
     ]
     assert check_before_start(load(), used, None, resume=True) == []
+
+
+def test_a_name_in_use_by_a_run_whose_driver_was_killed_has_the_status_that_others_show(load, refused, used):
+    write_state(used, replace(read_state(used), status="RUNNING", driver_started_at=0.0))
+    assert "(status FAILED)" in refused(load())[0]
 
 
 def test_a_strangers_folder_is_in_use_too(load, refused, tmp_path):

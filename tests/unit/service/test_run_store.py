@@ -1,16 +1,18 @@
 """The folder of a new run: whole or not there, whatever happens while it is made."""
 
+import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jobs.errors import SpecError
 from service import run_store
-from service.run_store import RUNNING, create_run, iter_runs, read_spec, read_state
+from service.run_store import FAILED, RUNNING, create_run, iter_runs, read_spec, read_state
 from tests.support.runs import tiny_spec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,6 +52,17 @@ def test_a_new_run_is_whole_and_alive_on_every_host(tmp_path: Path) -> None:
     assert [path.name for path in run_dir.parent.iterdir()] == ["demo"]
     elsewhere = replace(state, driver_host="another", driver_pid=1)
     assert elsewhere.current_status(run_dir) == RUNNING
+
+
+def test_a_killed_driver_that_nobody_has_reaped_is_dead(tmp_path: Path) -> None:
+    state = create_run(tiny_spec(tmp_path), tmp_path / "demo")
+    with subprocess.Popen(["sleep", "60"]) as driver:
+        started_at = psutil.Process(driver.pid).create_time()
+        state = replace(state, driver_pid=driver.pid, driver_started_at=started_at)
+        assert state.current_status(tmp_path / "demo") == RUNNING
+        os.kill(driver.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, driver.pid, os.WEXITED | os.WNOWAIT)
+        assert state.current_status(tmp_path / "demo") == FAILED
 
 
 @pytest.mark.parametrize("there", ["empty folder", "folder", "file", "dangling link"])
