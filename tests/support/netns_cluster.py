@@ -171,6 +171,7 @@ class NetnsCluster:
             f"--node-ip-address={node.address}",
             "--object-store-memory=100000000",
             "--disable-usage-stats",
+            "--include-log-monitor=false",
         ]
         if node is self.head:
             words = ["--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"]
@@ -178,23 +179,32 @@ class NetnsCluster:
             words = [f"--address={self.address}", "--num-cpus=1"]
         self.run_in(node, str(RAY), "start", *words, *own)
 
-    def run_in(self, node: Node, *words: str, timeout_s: float = 120.0) -> str:
+    def run_in(self, node: Node, *words: str, timeout_s: float = 240.0) -> str:
         """Run one command on a node to its end; what it printed. Fails where the command does."""
-        ended = subprocess.run(
-            node.inside(*words),
-            env=command_environment(
-                **self.environment, PATH=f"{RAY.parent}:{os.environ['PATH']}", PYTHONWARNINGS="ignore"
-            ),
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+        environment = command_environment(
+            **self.environment, PATH=f"{RAY.parent}:{os.environ['PATH']}", PYTHONWARNINGS="ignore"
         )
-        assert ended.returncode == 0, f"{node.name}: {' '.join(words)}: {ended.stdout}"
-        return ended.stdout
+        # A file, not a pipe: what the command leaves running holds on to it.
+        with tempfile.TemporaryFile("w+", dir=self.folder) as output:
+            started = subprocess.Popen(
+                node.inside(*words),
+                env=environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            with started:
+                try:
+                    exit_code: int | None = started.wait(timeout_s)
+                except subprocess.TimeoutExpired:
+                    exit_code = None
+                    for process in psutil.Process(started.pid).children(recursive=True):
+                        process.kill()
+            output.seek(0)
+            printed = output.read()
+        assert exit_code == 0, f"{node.name}: {' '.join(words)}: {exit_code}: {printed}"
+        return printed
 
     def restart_ray(self, node: Node) -> None:
         """A node that lost its Ray comes back, as a machine does after a reboot."""
@@ -233,19 +243,22 @@ class NetnsCluster:
 
     def _room(self, setup: str) -> Room:
         script = f"{setup} && exec {sys.executable} -SEc '{_FIRST_PROCESS}'"
-        holder = subprocess.Popen(
-            [*_UNSHARE, "--mount-proc", "--propagation=slave", "sh", "-ec", script],
-            stdin=subprocess.DEVNULL,
-        )
+        log = self.folder / "rooms.log"
+        with log.open("ab") as errors:
+            holder = subprocess.Popen(
+                [*_UNSHARE, "--mount-proc", "--propagation=slave", "sh", "-ec", script],
+                stdin=subprocess.DEVNULL,
+                stderr=errors,
+            )
         self.rooms.callback(_close, holder)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             for child in psutil.Process(holder.pid).children():
                 with contextlib.suppress(psutil.Error):
                     if _FIRST_PROCESS in child.cmdline():
                         return Room(child.pid)
             has_time = holder.poll() is None and time.monotonic() < deadline
-            assert has_time, f"cannot make a namespace: {setup}"
+            assert has_time, f"cannot make a namespace: {setup}: {log.read_text()}"
             time.sleep(0.02)
 
 

@@ -15,6 +15,8 @@ import pytest
 from tests.support import netns_cluster
 from tests.support.netns_cluster import NetnsCluster, Node
 
+# A kernel makes and ends networks one after another, slowly where its cores are taken.
+pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).resolve().parents[3]
 LISTEN = """
 import socket
