@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.errors import PacktrainError
-from service import cli_checkpoint, cli_data, cli_diagnose, cli_drill, cli_nodes
+from service import cli_checkpoint, cli_data, cli_diagnose, cli_drill, cli_nodes, cli_replay
 
 if TYPE_CHECKING:
     from jobs.spec.job import JobSpec
@@ -30,6 +30,7 @@ app.add_typer(cli_checkpoint.app, name="checkpoint")
 app.add_typer(cli_nodes.app, name="nodes")
 app.command()(cli_diagnose.diagnose)
 app.command()(cli_drill.drill)
+app.command()(cli_replay.replay)
 
 SpecPath = Annotated[Path, typer.Argument(help="A spec (YAML).", show_default=False)]
 RunName = Annotated[str, typer.Argument(help="Run id, or path of a run's folder.", show_default=False)]

@@ -22,6 +22,7 @@ from ops.decision import RESTARTS, Action, Decision
 from ops.diagnosis.hang_culprits import hang_incident
 from ops.diagnosis.rank_deaths import EVIDENCE_BEFORE_S, join_signals
 from ops.diagnosis.rank_exits import RankExit, diagnose
+from ops.findings import Finding
 from ops.incident import Incident
 from ops.ledger import LedgerWriter
 from ops.monitors.collective_hang import NAME as HANG_DETECTOR
@@ -36,6 +37,8 @@ from service.witness import Testimony
 
 EVIDENCE_WINDOW_S = 2.0
 """How long to wait for the exit that explains a broken connection before the connection itself is blamed."""
+NODE_LOSS_LIMIT_S = 12.0
+"""How much longer, where a node is silent: until Ray must have said that it is lost."""
 
 
 @dataclass
@@ -137,8 +140,18 @@ class Coordinator:
 
     async def record_incident(self, incident: Incident) -> Decision:
         """Decide about an incident that the supervisor saw (the attempt is over: no shell is left)."""
+        self._examine(self._attempt.generation)
         seen = self._watch.signals_since(incident.failed_at - EVIDENCE_BEFORE_S)
         return self._decide(join_signals(incident, [], seen), shells_alive=False)
+
+    async def report_signal(self, attempt: int, generation: int, values: dict[str, Any]) -> None:
+        """Rank 0 found something out about the training (ops.findings.Finding as JSON); the ranks go on."""
+        if not self._is_current(attempt, generation) or self._attempt.generation.is_closed:
+            return
+        nodes = {rank: shell.node for rank, shell in self._attempt.shells.items()}
+        finding = Finding.from_json(values).on_nodes(nodes)
+        self._watch.add_signals([finding.signal])
+        await self.report_finding(finding.incident(time.time()))
 
     async def report_finding(self, incident: Incident) -> Decision:
         """Decide about something seen beside ranks that go on training, and carry it out."""
@@ -275,9 +288,20 @@ class Coordinator:
 
     async def _judge_later(self, generation: _Generation) -> None:
         await asyncio.sleep(EVIDENCE_WINDOW_S)
+        limit = time.monotonic() + NODE_LOSS_LIMIT_S
+        while self._may_have_lost_node(generation) and time.monotonic() < limit:
+            await asyncio.sleep(0.25)
         self._judge = None
         if generation is self._attempt.generation and not generation.is_closed:
             await self._judge_generation()
+
+    def _may_have_lost_node(self, generation: _Generation) -> bool:
+        """A rank is not heard of, nor is its node: Ray will soon say to the supervisor what became of it."""
+        if generation is not self._attempt.generation or generation.is_closed:
+            return False
+        silent = self._watch.silent_nodes(time.time())
+        shells = self._attempt.shells
+        return any(shell.node in silent for rank, shell in shells.items() if rank not in generation.exits)
 
     async def _judge_generation(self) -> None:
         attempt, current = self._attempt, self._attempt.generation

@@ -27,6 +27,8 @@ from service.rank_faults import RankFaults
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from ops.findings import Finding
+
 
 @dataclass(frozen=True)
 class RankRequest:
@@ -129,7 +131,11 @@ def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
     try:
         _redirect_output(Path(request.log_path))
         faulthandler.enable()
-        outcome = train_rank(request, lambda: _open_store(request, link), stop, faults)
+
+        def tell(finding: "Finding") -> None:
+            link.send("signal", **finding.to_json())
+
+        outcome = train_rank(request, lambda: _open_store(request, link), stop, tell, faults)
     except BaseException as error:
         traceback.print_exc()
         link.send("error", **describe_error(error))
@@ -139,12 +145,24 @@ def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
 
 
 def train_rank(
-    request: RankRequest, open_store: Callable[[], "Store"], stop: StopFlag, faults: RankFaults | None = None
+    request: RankRequest,
+    open_store: Callable[[], "Store"],
+    stop: StopFlag,
+    tell: "Callable[[Finding], None]",
+    faults: RankFaults | None = None,
 ) -> str:
-    """Train from the newest verified checkpoint to the end; returns "finished" or "stopped". Collective."""
+    """Train from the newest verified checkpoint to the end; returns "finished" or "stopped". Collective.
+
+    Args:
+        request: everything that the rank must be told.
+        open_store: where the ranks of this generation meet.
+        stop: asked once a step.
+        tell: takes what rank 0 finds out about the training; from any thread.
+        faults: of a drill.
+    """
     from service.rank_training import train_from_newest_checkpoint
 
-    return train_from_newest_checkpoint(request, open_store, stop, faults or RankFaults())
+    return train_from_newest_checkpoint(request, open_store, stop, faults or RankFaults(), tell)
 
 
 def dump_collectives(path: Path, groups_path: Path) -> None:

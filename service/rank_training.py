@@ -32,18 +32,28 @@ from ops.checkpoint.huggingface import read_huggingface
 from ops.checkpoint.layout import CHECKPOINTS_DIR
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.writer import Peers
+from ops.findings import Finding
 from ops.ledger import LedgerWriter
 from ops.rollback import merged
-from service.checkpoint_hook import CheckpointHook, restore
+from service.board import Board
+from service.checkpoint_hook import CheckpointHook, Record, restore
+from service.digest_hook import DigestHook
+from service.fault_hook import FaultHook
+from service.loss_hook import LossHook
 from service.rank_box import BlackBoxHook, EvaluationHook, RankBox
 from service.rank_faults import RankFaults
 from service.rank_hooks import MetricsHook, TitleHook, measure_peak_tflops
 from service.rank_process import RankRequest, StopFlag
-from service.run_store import read_spec
+from service.run_store import read_spec, recent_steps
+from service.straggler_hook import StragglerHook
 
 
 def train_from_newest_checkpoint(
-    request: RankRequest, open_store: Callable[[], Store], stop: StopFlag, faults: RankFaults
+    request: RankRequest,
+    open_store: Callable[[], Store],
+    stop: StopFlag,
+    faults: RankFaults,
+    tell: Callable[[Finding], None],
 ) -> str:
     """Train to the end of the spec or to a stop request; returns "finished" or "stopped". Collective."""
     box_dir = Path(request.box_dir) if request.box_dir else None
@@ -88,10 +98,13 @@ def train_from_newest_checkpoint(
         device,
         box.blocking_save,
     )
+    board = Board(PrefixStore("board", store), request.rank, request.world_size)
     hooks: list[Hook] = [
         BlackBoxHook(box, faults.strike),
         title,
         *_metrics(spec, request, device),
+        *_detectors(spec, request, board, tell, record),
+        FaultHook(faults, run_dir / "control", spec.train.global_batch_size, record),
         saving,
         *_evaluation(spec, box),
     ]
@@ -152,6 +165,21 @@ def _metrics(spec: JobSpec, request: RankRequest, device: torch.device) -> list[
         return []
     path = Path(request.run_dir) / "metrics.jsonl"
     return [MetricsHook(spec, path, request.attempt, request.generation, peak)]
+
+
+def _detectors(
+    spec: JobSpec, request: RankRequest, board: Board, tell: Callable[[Finding], None], record: Record
+) -> list[Hook]:
+    """What looks at the training itself: every rank measures, rank 0 judges."""
+    rules, mesh, rank = spec.resilience, spec.strategy.mesh, request.rank
+    hooks: list[Hook] = []
+    if rank == 0:
+        hooks.append(LossHook(recent_steps(Path(request.run_dir)), tell))
+    if rules.digest_every_steps is not None:
+        hooks.append(DigestHook(board, mesh, rank, rules.digest_every_steps, tell, record))
+    if rules.straggler_window_steps is not None and request.world_size > 1:
+        hooks.append(StragglerHook(board, mesh, rank, rules.straggler_window_steps, tell))
+    return hooks
 
 
 def _evaluation(spec: JobSpec, box: RankBox) -> list[Hook]:

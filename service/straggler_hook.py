@@ -27,8 +27,8 @@ TRUSTED = 0.5
 _KINDS = ("forward", "backward")
 
 StepTimes = tuple[int, list[tuple[int, int, int, float]], float, float]
-"""Step; (kind, stage, micro-batch, seconds) of each pass; seconds of waiting for data, measured as passes are;
-of the collector."""
+"""Step; (kind, stage, micro-batch, seconds) of each pass; seconds of waiting for data, measured as passes
+are; of the collector."""
 
 
 class StragglerHook:

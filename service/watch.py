@@ -54,10 +54,12 @@ class Watch:
     _beats: dict[int, Beat] = field(default_factory=dict)
     _signals: deque[Signal] = field(default_factory=lambda: deque(maxlen=MAX_SIGNALS))
     _looked_at: float = 0.0
+    _heard_at: dict[str, float] = field(default_factory=dict)
 
     def begin_attempt(self) -> None:
         """Forget where the ranks of the attempt before were; what was learned and seen is kept."""
         self._beats.clear()
+        self._heard_at.clear()
 
     def hear(self, report: NodeReport, stages: Mapping[int, int], now: float) -> None:
         """Take in a report.
@@ -67,11 +69,17 @@ class Watch:
             stages: pipeline stage of each rank of the attempt; ranks that are not in it are not of it.
             now: the coordinator's wall clock, unix seconds: a node's own may be off.
         """
+        self._heard_at[report.node] = now
         for box, age_s in report.boxes:
             rank = box.identity.rank
             if rank in stages and box.identity.attempt == report.attempt:
                 self._beats[rank] = Beat(report.node, box, age_s, read_at=now, stage=stages[rank])
         self.add_signals(report.signals)
+
+    def silent_nodes(self, now: float) -> frozenset[str]:
+        """Addresses of nodes that reported in this attempt, and have missed a report (now: unix seconds)."""
+        limit_s = 1.5 * self.reports_every_s
+        return frozenset(node for node, at in self._heard_at.items() if now - at > limit_s)
 
     def add_signals(self, signals: Iterable[Signal]) -> None:
         """Keep them while they may explain something."""

@@ -266,6 +266,8 @@ class _Shell:
                 self._tell(
                     "report_store", attempt, self._generation, self._place.node, message.fields["port"]
                 )
+            case "signal":
+                self._tell("report_signal", attempt, self._generation, dict(message.fields))
             case "outcome" | "error":
                 self._last_words = dict(message.fields)
             case "exited":

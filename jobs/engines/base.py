@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from jobs.compute_clock import ComputeClock
 from jobs.state import Chunk
 
 
@@ -43,6 +44,9 @@ class StepResult:
 
 class Engine(Protocol):
     """One optimizer step at a time. All methods but `chunks` are collective over all ranks."""
+
+    clock: ComputeClock
+    """Takes the time of this rank's forward and backward passes, once it is switched on."""
 
     @property
     def model(self) -> torch.nn.Module:

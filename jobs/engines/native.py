@@ -18,6 +18,7 @@ import torch
 from jobs.comm.collectives import sum_in_place
 from jobs.comm.groups import Groups
 from jobs.comm.reducer import GradBucket, GradReducer
+from jobs.compute_clock import ComputeClock
 from jobs.engines.base import MicroBatch, StepResult
 from jobs.engines.native_optimizer import FlatOptimizer
 from jobs.engines.native_parameters import NativeParameters
@@ -45,6 +46,7 @@ class NativeEngine:
         Raises:
             ValueError: the built model and the spec disagree, or the device cannot compute in the precision.
         """
+        self.clock = ComputeClock(device)
         self._groups = groups
         self._device = device
         self._grad_clip_norm = spec.optim.grad_clip_norm
@@ -69,7 +71,7 @@ class NativeEngine:
         if groups.pp.size > 1:
             from jobs.parallel.pipeline import Pipeline
 
-            self._pipeline = Pipeline(self._stages, spec, groups, device)
+            self._pipeline = Pipeline(self._stages, spec, groups, device, self.clock)
         # Ranks of one tp line compute the same loss: one of them counts it.
         has_loss = any(stage.is_last for stage, _ in self._stages)
         self._counts_loss = has_loss and groups.tp.rank == 0
@@ -148,10 +150,12 @@ class NativeEngine:
         if self._pipeline is not None:
             return self._pipeline.run(batches, scale)
         total = torch.zeros((), device=self._device)
-        for batch in batches:
-            loss = self._loss_sum(batch) * scale
-            total = total + loss.detach()
-            loss.backward()  # type: ignore[no-untyped-call]
+        for number, batch in enumerate(batches):
+            with self.clock.measure("forward", 0, number):
+                loss = self._loss_sum(batch) * scale
+                total = total + loss.detach()
+            with self.clock.measure("backward", 0, number):
+                loss.backward()  # type: ignore[no-untyped-call]
         return total
 
     def _loss_sum(self, batch: MicroBatch) -> torch.Tensor:

@@ -110,6 +110,10 @@ class ResilienceSection(SpecSection):
     """What follows a step whose loss or gradient is not finite; no parameter is changed by it."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """With on_bad_loss=skip: so many such steps in a row are passed over; one more is an incident."""
+    digest_every_steps: int | None = Field(default=100, gt=0)
+    """Digests of parameters are compared between replicas after each multiple; None compares none."""
+    straggler_window_steps: int | None = Field(default=32, gt=0)
+    """Steps over which each rank's pure compute times are judged; None measures none."""
     wait_for_nodes_s: float = Field(default=300.0, ge=0, le=_LONGEST_S)
     """How long a new attempt waits for enough live nodes."""
     spares: Annotated[int, Field(ge=0)] | Literal["auto"] = 0

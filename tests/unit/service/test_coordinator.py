@@ -10,10 +10,12 @@ from ops.decision import RESTARTS, Action
 from ops.diagnosis.rank_exits import RankExit
 from ops.incident import FailureClass, Incident
 from ops.ledger import read_ledger
+from service import coordinator as coordinator_module
 from service import decisions
 from service.coordinator import Coordinator
 from service.decisions import Nodes
 from service.orders import ShellInfo
+from service.watch import NodeReport
 
 
 async def two_ranks(run_dir: Path, budgets: str = "{}") -> Coordinator:
@@ -142,5 +144,36 @@ def test_what_is_only_told_leaves_the_ranks_alone(tmp_path: Path) -> None:
         broken = Incident(FailureClass.GPU_HARDWARE, "rank 1 (node 10.0.0.1)", "Xid 79", 3, 1.0, 1.0)
         assert (await coordinator.report_finding(broken)).action in RESTARTS
         assert await kinds(coordinator) in (["start", "kill"], ["start", "end"])
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_lost_peer_on_a_node_that_is_silent_is_left_to_who_sees_nodes(
+    is_heard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "EVIDENCE_WINDOW_S", 0.1)
+
+    async def play() -> None:
+        coordinator = Coordinator(str(tmp_path), "{}")
+        coordinator._watch.reports_every_s = 0.05
+        await coordinator.begin_attempt(0, 2)
+        for rank in range(2):
+            await coordinator.join(0, ShellInfo(rank, f"10.0.0.{rank}", "id", 1, sees_storage=True))
+        for node in ("10.0.0.0", "10.0.0.1"):
+            await coordinator.report_node(NodeReport(0, node))
+        victim = RankExit(0, "10.0.0.0", 1.0, 1, error_type="builtins.RuntimeError", from_communication=True)
+        await coordinator.report_exit(0, 0, victim, "")
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            if is_heard:
+                await coordinator.report_node(NodeReport(0, "10.0.0.1"))
+        told = [event.text("class") for event in read_ledger(tmp_path) if event.kind == "incident"]
+        assert told == (["network"] if is_heard else [])
+        lost = Incident(FailureClass.NODE_LOST, "node 10.0.0.1", "heartbeats", 3, 1.0, 1.0)
+        await coordinator.record_incident(lost)
+        await asyncio.sleep(0.5)
+        incidents = [event for event in read_ledger(tmp_path) if event.kind == "incident"]
+        assert [one.text("class") for one in incidents] == [*told, "node_lost"]
 
     asyncio.run(play())
