@@ -28,8 +28,6 @@ from typing import Any
 from service.rank_process import RankRequest, run_forked_rank
 
 PR_SET_PDEATHSIG = 1
-PR_SET_PTRACER = 0x59616D61
-PR_SET_PTRACER_ANY = -1
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,6 @@ def _fork(request: dict[str, Any], channel_fd: int, control: socket.socket) -> _
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            # Where only ancestors may look into a process: py-spy is started by the shell, and is none.
-            ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PR_SET_PTRACER_ANY), 0, 0, 0)
             if os.getppid() != server_pid:  # the server died between fork and prctl
                 os._exit(1)
             control.close()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,7 @@ class LiveRun:
     process: subprocess.Popen[str]
     run_dir: Path
     output: Path
-    own: set[psutil.Process] = field(default_factory=set)
-    """All that were seen: each is its pid and its start, since pids are given anew."""
+    own_pids: set[int] = field(default_factory=set)
 
     def wait(self, timeout_s: float = 240.0) -> int:
         """Exit code of the driver."""
@@ -90,7 +89,7 @@ class LiveRun:
         with contextlib.suppress(psutil.NoSuchProcess):
             driver = psutil.Process(self.process.pid)
             found = [driver, *driver.children(recursive=True)]
-            self.own |= set(found)
+            self.own_pids |= {process.pid for process in found}
             return found
         return []
 
@@ -105,15 +104,15 @@ class LiveRun:
         raise AssertionError(f"no process with {marks} among {titles}")
 
     def end(self) -> None:
-        """End the driver and all that descends from it, and nobody who has one of their pids by now."""
+        """End the driver and all that descends from it, by pid."""
         self.processes()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-        for process in self.own:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        for pid in self.own_pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
 
 
@@ -125,31 +124,22 @@ def live_run(
     spec: Path = SPEC,
     flags: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
-    prefix: Sequence[str] = (),
 ) -> Iterator[LiveRun]:
-    """Start `packtrain run` below tmp_path; whatever happens, nothing of it is left at the end.
-
-    A `prefix` is put before the command line: it may lead into another namespace.
-    """
+    """Start `packtrain run` below tmp_path; whatever happens, nothing of it is left at the end."""
     storage = tmp_path / "runs"
     words = [str(spec), "--set", f"run.storage={storage}", "--set", f"run.name={name}"]
-    with _started(tmp_path, ["run", *words, *_sets(overrides), *flags], storage / name, env, prefix) as run:
+    with _started(tmp_path, ["run", *words, *_sets(overrides), *flags], storage / name, env) as run:
         yield run
 
 
 @contextlib.contextmanager
 def resumed_run(
-    tmp_path: Path,
-    name: str,
-    *overrides: str,
-    flags: tuple[str, ...] = (),
-    env: dict[str, str] | None = None,
-    prefix: Sequence[str] = (),
+    tmp_path: Path, name: str, *overrides: str, env: dict[str, str] | None = None
 ) -> Iterator[LiveRun]:
     """Start `packtrain resume` of a run that live_run began."""
     storage = tmp_path / "runs"
-    words = ["resume", name, "--storage", str(storage), *_sets(overrides), *flags]
-    with _started(tmp_path, words, storage / name, env, prefix) as run:
+    words = ["resume", name, "--storage", str(storage), *_sets(overrides)]
+    with _started(tmp_path, words, storage / name, env) as run:
         yield run
 
 
@@ -161,16 +151,12 @@ def shard_checksums(run_dir: Path, step: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _started(
-    tmp_path: Path,
-    words: list[str],
-    run_dir: Path,
-    env: dict[str, str] | None,
-    prefix: Sequence[str],
+    tmp_path: Path, words: list[str], run_dir: Path, env: dict[str, str] | None
 ) -> Iterator[LiveRun]:
     output = tmp_path / f"{run_dir.name}-{words[0]}-{time.monotonic_ns()}.txt"
     with output.open("w") as out:
         process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "service", *words],
+            [sys.executable, "-m", "service", *words],
             cwd=tmp_path,
             env=command_environment(**(env or {})),
             stdin=subprocess.DEVNULL,
