@@ -80,7 +80,7 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
     except Exception as error:  # Ray has no class of its own for a part that does not come up
         raise ClusterError(
             f"Ray did not start on this machine (load average {os.getloadavg()[0]:.0f} on {n_cores} cores): "
-            f"{str(error).strip().splitlines()[0]} Nothing is lost: try again when less runs here, or name a "
+            f"{_first_line(error)} Nothing is lost: try again when less runs here, or name a "
             "cluster with --address"
         ) from error
     _step_aside()
@@ -133,8 +133,12 @@ def connection_error(address: str, error: Exception) -> ClusterError:
             f"environment mismatch: the cluster at {address} runs {theirs}, this process {ours}; use one "
             "environment for both. Nothing was started, and trying again cannot help"
         )
-    first_line = next(iter(text.strip().splitlines()), type(error).__name__)
-    return ClusterError(f"no Ray cluster takes us in at {address}: {first_line}")
+    return ClusterError(f"no Ray cluster takes us in at {address}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    """Of the error's text; its type's name where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 EXCLUDES = [".git", ".venv", "runs", "tests", "docs", "build", "**/__pycache__"]
