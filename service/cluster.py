@@ -14,11 +14,13 @@ import ray
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from jobs.errors import PacktrainError, SpecError
+from jobs.errors import PacktrainError
 from jobs.spec.job import JobSpec
 from service.env import get_env, is_inside_ray_job, prepare_embedded_cluster, prepare_ray_environment
+from service.preflight import embedded_cpus
 
 SERVICE_NICENESS = 10
+UNUSED_SERVICES = ("/log_monitor.py", "/monitor.py", "/dashboard.py")
 
 
 class ClusterError(PacktrainError):
@@ -90,37 +92,17 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
 def _step_aside() -> None:
     """Put this driver and the services of its own cluster behind the ranks, which use the same cores.
 
-    Not the raylet: Ray's workers, and so the ranks, take their priority from it. The process that carries
-    Ray's logs to drivers is ended, since this driver, the only one, does not listen.
+    Not the raylet: Ray's workers, and so the ranks, take their priority from it. What a cluster of one node
+    and one driver does not use is ended: the process that carries logs to drivers (this one does not
+    listen), the autoscaler's monitor, the dashboard's head that Ray starts without a dashboard.
     """
     own = psutil.Process()
     for process in (own, *own.children()):
         with contextlib.suppress(psutil.Error):
             if process.name() != "raylet":
                 process.nice(max(process.nice(), SERVICE_NICENESS))
-            if any(word.endswith("/log_monitor.py") for word in process.cmdline()):
+            if any(word.endswith(UNUSED_SERVICES) for word in process.cmdline()):
                 process.terminate()
-
-
-def embedded_cpus(spec: JobSpec, n_cores: int) -> int:
-    """Logical CPUs of an embedded cluster: as many as the workers want, within reason.
-
-    Args:
-        spec: the run.
-        n_cores: of this machine.
-
-    Raises:
-        SpecError: the workers want so many that this machine would only swap them.
-    """
-    workers, each = spec.world_size, spec.resources.cpus_per_worker
-    wanted, limit = max(workers, workers * each), max(32, 4 * n_cores)
-    if wanted > limit:
-        raise SpecError(
-            f"strategy.{spec.strategy.mesh.factors}: {workers} workers x {each:g} CPUs = {workers * each:g} "
-            f"CPUs wanted, but an embedded cluster takes at most {limit} on this machine's {n_cores} cores; "
-            "make the layout smaller, lower resources.cpus_per_worker, or name a cluster with --address"
-        )
-    return max(2, round(workers * each))
 
 
 def connection_error(address: str, error: Exception) -> ClusterError:

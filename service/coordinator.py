@@ -23,6 +23,7 @@ from ops.diagnosis.rank_exits import RankExit, diagnose
 from ops.incident import Incident
 from ops.ledger import LedgerWriter
 from ops.policy import PastIncident, decide
+from service.lifetime import end_with_raylet
 from service.run_store import last_step
 
 EVIDENCE_WINDOW_S = 2.0
@@ -86,6 +87,7 @@ class Coordinator:
 
     def __init__(self, run_dir: str, budgets_json: str) -> None:
         """Start without an attempt."""
+        end_with_raylet()
         self._run_dir = Path(run_dir)
         self._budgets = ResilienceSection.model_validate_json(budgets_json)
         self._ledger = LedgerWriter(self._run_dir / "ledger" / "coordinator.jsonl")

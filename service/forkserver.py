@@ -13,7 +13,6 @@ business.
 """
 
 import array
-import ctypes
 import gc
 import importlib
 import json
@@ -25,9 +24,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from service.lifetime import end_with_parent
 from service.rank_process import RankRequest, run_forked_rank
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,7 @@ def _fork(request: dict[str, Any], channel_fd: int, control: socket.socket) -> _
     if pid == 0:
         code = 1
         try:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != server_pid:  # the server died between fork and prctl
-                os._exit(1)
+            end_with_parent(server_pid)
             control.close()
             code = run_forked_rank(RankRequest.from_json(request), socket.socket(fileno=channel_fd))
         finally:

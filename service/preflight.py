@@ -347,3 +347,24 @@ def _other_model(spec: JobSpec, run_dir: Path) -> list[str]:
         return []
     changes = "; ".join(str(change) for change in model_changes(old, spec))
     return [f"{run_dir} holds checkpoints of another model: {changes}; choose another run.name"]
+
+
+def embedded_cpus(spec: JobSpec, n_cores: int) -> int:
+    """Logical CPUs of an embedded cluster: as many as the workers want, within reason.
+
+    Args:
+        spec: the run.
+        n_cores: of this machine.
+
+    Raises:
+        SpecError: the workers want so many that this machine would only swap them.
+    """
+    workers, each = spec.world_size, spec.resources.cpus_per_worker
+    wanted, limit = max(workers, workers * each), max(32, 4 * n_cores)
+    if wanted > limit:
+        raise SpecError(
+            f"strategy.{spec.strategy.mesh.factors}: {workers} workers x {each:g} CPUs = {workers * each:g} "
+            f"CPUs wanted, but an embedded cluster takes at most {limit} on this machine's {n_cores} cores; "
+            "make the layout smaller, lower resources.cpus_per_worker, or name a cluster with --address"
+        )
+    return max(2, round(workers * each))

@@ -1,5 +1,6 @@
 """From a loaded spec to the end of a run: checks, data, cluster, supervisor, report."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,10 @@ from jobs.spec.job import JobSpec
 from jobs.spec.load import load_spec, resolved_json
 from ops.durable import write_atomically
 from ops.ledger import LedgerWriter
-from service.env import environment, is_inside_ray_job
+from service.env import environment, get_env, is_inside_ray_job
 from service.lasting_output import lasting_output
 from service.origin import find_source_root
-from service.preflight import ClusterFacts, check_before_start
+from service.preflight import ClusterFacts, check_before_start, embedded_cpus
 from service.progress import ProgressView
 from service.run_report import finish_run
 from service.run_store import (
@@ -83,6 +84,8 @@ def start_run(spec: JobSpec, run_dir: Path, options: RunOptions, say: Say) -> in
         from service.exchange import check_start_weights  # imports torch, which other starts do without
 
         check_start_weights(Path(spec.train.init_from), spec.model)
+    if not (options.address or get_env("RAY_ADDRESS")):
+        embedded_cpus(spec, os.cpu_count() or 1)  # refused before the data, which may take long
     prepared = prepare_data(spec, say)
     _connect(spec, run_dir, options, resume=False)
     state = create_run(spec, run_dir)

@@ -37,6 +37,7 @@ from ops.diagnosis.rank_exits import RankExit
 from service.coordinator import Order, ShellInfo
 from service.env import RANK_MEMORY, environment, get_env
 from service.fork_client import ForkServer, RankMessage
+from service.lifetime import end_with_raylet
 from service.origin import find_source_root
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_spec
@@ -73,6 +74,7 @@ class ShellBackend(BackendConfig):
 
 def shell_main(config: dict[str, Any]) -> None:
     """Entry of a Ray Train worker (train_loop_per_worker)."""
+    end_with_raylet()
     settings = ShellConfig(**{**config, "preload": tuple(config["preload"])})
     context = ray.train.get_context()
     place = _Place(

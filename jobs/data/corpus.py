@@ -260,7 +260,7 @@ def _text_of_record(line: bytes, text_key: str, where: str) -> str:
         raise DataError(f"{where}: no key {text_key!r}, the line has {has}; set text_key to the right one")
     text = record[text_key]
     if not isinstance(text, str):
-        raise DataError(f"{where}: {text_key!r} is a {type(text).__name__}, it must be a string")
+        raise DataError(f"{where}: {text_key!r} is {json.dumps(text)[:60]}, it must be a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:

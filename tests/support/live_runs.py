@@ -16,6 +16,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = ROOT / "jobs" / "specs" / "tiny.yaml"
+MARK = "PACKTRAIN_TEST_RUN"
 
 
 def command_environment(**more: str) -> dict[str, str]:
@@ -46,6 +47,8 @@ class LiveRun:
     process: subprocess.Popen[str]
     run_dir: Path
     output: Path
+    mark: str
+    """All that the driver starts inherits it as MARK."""
     own_pids: set[int] = field(default_factory=set)
 
     def wait(self, timeout_s: float = 240.0) -> int:
@@ -104,7 +107,7 @@ class LiveRun:
         raise AssertionError(f"no process with {marks} among {titles}")
 
     def end(self) -> None:
-        """End the driver and all that descends from it, by pid."""
+        """End the driver and all that descends from it, by pid; fails where something stays for good."""
         self.processes()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -114,6 +117,19 @@ class LiveRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
+        left = self._left_behind()
+        for process in left:
+            process.kill()
+        assert not left, f"the run is over and these are left: {left}"
+
+    def _left_behind(self, limit_s: float = 40.0) -> list[psutil.Process]:
+        """What carries the run's mark and does not go by itself, whoever its parent is now."""
+        deadline = time.monotonic() + limit_s
+        while left := [process for process in psutil.process_iter() if _mark_of(process) == self.mark]:
+            if time.monotonic() > deadline:
+                return left
+            time.sleep(0.2)
+        return []
 
 
 @contextlib.contextmanager
@@ -153,23 +169,30 @@ def shard_checksums(run_dir: Path, step: int) -> list[list[int]]:
 def _started(
     tmp_path: Path, words: list[str], run_dir: Path, env: dict[str, str] | None
 ) -> Iterator[LiveRun]:
-    output = tmp_path / f"{run_dir.name}-{words[0]}-{time.monotonic_ns()}.txt"
+    mark = f"{run_dir.name}-{words[0]}-{time.monotonic_ns()}"
+    output = tmp_path / f"{mark}.txt"
     with output.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "service", *words],
             cwd=tmp_path,
-            env=command_environment(**(env or {})),
+            env=command_environment(**{**(env or {}), MARK: mark}),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
-    run = LiveRun(process, run_dir, output)
+    run = LiveRun(process, run_dir, output, mark)
     try:
         yield run
     finally:
         run.end()
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get(MARK)
+    return None
 
 
 def _sets(overrides: tuple[str, ...]) -> list[str]:
