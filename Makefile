@@ -50,7 +50,7 @@ fmt: $(STAMP)
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
 
 bench: $(STAMP)
-	@for name in step_time start_time restart checkpoint parallel; do \
+	@for name in step_time start_time restart checkpoint parallel scale; do \
 	    echo "== $$name"; \
 	    $(BIN)/python benchmarks/$$name.py --quick $(ARGS) || exit 1; \
 	done

@@ -157,7 +157,7 @@ def rank_main(run_dir: Path, data_dir: str, rank: int) -> None:
         run_dir=str(run_dir), data_dir=data_dir, attempt=0, generation=0, rank=rank, local_rank=rank,
         node_rank=0, world_size=RANKS, local_world_size=RANKS, node="127.0.0.1", log_path="",
     )  # fmt: skip
-    train_rank(request, lambda: FileStore(str(run_dir / "store"), RANKS), StopFlag())
+    train_rank(request, lambda: FileStore(str(run_dir / "store"), RANKS), StopFlag(), lambda finding: None)
 
 
 def take_turns(folder: Path, strategy: dict[str, Any], precision: str, n_steps: int) -> dict[str, Any]:

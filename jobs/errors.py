@@ -14,7 +14,11 @@ class DataError(PacktrainError, ValueError):
 
 
 class NumericError(PacktrainError, ArithmeticError):
-    """Gradients stayed non-finite beyond resilience.max_skipped_steps."""
+    """Loss or gradients were not finite, more often than resilience.on_bad_loss lets pass."""
+
+
+class NumericEchoError(NumericError):
+    """The same on a rank whose own loss was finite while that of another, which has the cause, was not."""
 
 
 class CheckpointError(PacktrainError):

@@ -3,6 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+Ranges = tuple[tuple[int, int], ...]
+"""Whole numbers from the first of each pair up to, and without, the second."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -58,3 +61,5 @@ class Progress:
     step: int = 0
     sample_ordinal: int = 0
     tokens_seen: int = 0
+    skipped_samples: Ranges = ()
+    """Global sample ordinals that are passed over: the run was rolled back, and its data was to blame."""

@@ -9,7 +9,7 @@
     engine.train_step                                                              |
        |   answer                                                                  |
        v                                                                           |
-    after_step --- too many skipped: NumericError --- stop or last step? --- no ---+
+    after_step --- skipped, by on_bad_loss: NumericError -- stop or last step? - no +
                                                             | yes
                                                             v
                                                          on_end
@@ -32,11 +32,11 @@ import torch.distributed as dist
 from jobs.comm.groups import Groups
 from jobs.data.batches import BatchSource, Prefetcher, StepBatches
 from jobs.engines.base import Engine
-from jobs.errors import NumericError
+from jobs.errors import NumericEchoError, NumericError
 from jobs.events import EvalRecord, Progress, StepRecord
 from jobs.hooks import Hook
 from jobs.optim.schedule import lr_at
-from jobs.spec.job import JobSpec
+from jobs.spec.job import JobSpec, ResilienceSection
 
 COLLECT_EVERY_STEPS = 100
 """Python's cyclic garbage collector runs so often, on all ranks at the same step, and at no other time."""
@@ -79,8 +79,8 @@ def train(
         How and where it ended. on_end of all hooks was called.
 
     Raises:
-        NumericError: more than resilience.max_skipped_steps steps in a row had a non-finite gradient, on
-            all ranks.
+        NumericError: a loss or gradient was not finite, on all ranks; with resilience.on_bad_loss=skip only
+            after more than max_skipped_steps of them in a row. No parameter was changed by them.
         DataError: a batch could not be built.
     """
     agreement = StopAgreement(groups, should_stop)
@@ -97,14 +97,20 @@ def train(
             batches = prefetcher.take()
             data_time_s = time.monotonic() - began_at_mono_s
             agreement.ask()
-            record = _step(spec, engine, batches, progress)
+            record, is_cause = _step(spec, engine, batches, progress)
             is_stopped = agreement.answer()
             record = replace(record, step_time_s=time.monotonic() - began_at_mono_s, data_time_s=data_time_s)
-            progress = Progress(record.step, record.sample_ordinal, record.tokens_seen)
+            progress = replace(
+                progress,
+                step=record.step,
+                sample_ordinal=record.sample_ordinal,
+                tokens_seen=record.tokens_seen,
+            )
             for hook in hooks:
                 hook.after_step(record, engine)
             n_skipped = n_skipped + 1 if record.skipped else 0
-            _check_skipped(n_skipped, spec.resilience.max_skipped_steps, record)
+            if n_skipped:
+                _check_skipped(n_skipped, spec.resilience, record, groups, is_cause=is_cause)
             every = spec.train.evaluate_every_steps
             if every is not None and progress.step % every == 0 and not is_stopped:
                 is_stopped = _evaluate(engine, source, progress.step, hooks, agreement)
@@ -149,11 +155,11 @@ class StopAgreement:
         return bool(self._flag.item())
 
 
-def _step(spec: JobSpec, engine: Engine, batches: StepBatches, progress: Progress) -> StepRecord:
-    """One optimizer step; the record's times are filled in by the caller."""
+def _step(spec: JobSpec, engine: Engine, batches: StepBatches, progress: Progress) -> tuple[StepRecord, bool]:
+    """One optimizer step, and whether this rank made it a bad one; the caller fills in the record's times."""
     lr = lr_at(spec.optim, spec.train.steps, progress.step)
     result = engine.train_step(batches.batches, batches.n_valid_tokens, lr)
-    return StepRecord(
+    record = StepRecord(
         step=progress.step + 1,
         loss=result.loss,
         grad_norm=result.grad_norm,
@@ -167,15 +173,43 @@ def _step(spec: JobSpec, engine: Engine, batches: StepBatches, progress: Progres
         skipped=result.skipped,
         bubble_frac=result.bubble_frac,
     )
+    return record, result.is_cause
 
 
-def _check_skipped(n_skipped: int, limit: int, record: StepRecord) -> None:
-    if n_skipped > limit:
-        raise NumericError(
+def _check_skipped(
+    n_skipped: int, rules: ResilienceSection, record: StepRecord, groups: Groups, *, is_cause: bool
+) -> None:
+    """End the run, on all ranks alike, where its rules say so. Collective over groups.control where it does.
+
+    Only then the ranks tell each other whose loss it was: a step that is all right asks nobody.
+    """
+    limit = rules.max_skipped_steps if rules.on_bad_loss == "skip" else 0
+    if n_skipped <= limit:
+        return
+    causes = _ranks_that(groups, is_cause)
+    figures = f"loss {record.loss}, gradient norm {record.grad_norm}, lr {record.lr}"
+    where = f"; the loss of rank {', '.join(map(str, causes))} was not finite" if causes else ""
+    if limit:
+        text = (
             f"step {record.step}: the gradient was not finite in it and the {n_skipped - 1} steps before it, "
-            f"more than resilience.max_skipped_steps={limit} in a row (loss {record.loss}, lr {record.lr}). "
-            "They changed no parameter: lower optim.lr, or go on from an older checkpoint with other data"
+            f"more than resilience.max_skipped_steps={limit} in a row ({figures}{where})."
         )
+    else:
+        text = f"step {record.step}: loss or gradient was not finite ({figures}{where})."
+    kind = NumericEchoError if causes and not is_cause else NumericError
+    raise kind(
+        f"{text} No parameter was changed: lower optim.lr, or go on from an older checkpoint with other data"
+    )
+
+
+def _ranks_that(groups: Groups, is_one: bool) -> list[int]:
+    """The ranks that say yes. Collective over groups.control."""
+    if groups.world_size == 1:
+        return [0] if is_one else []
+    flags = torch.zeros(groups.world_size, dtype=torch.uint8)
+    flags[groups.rank] = is_one
+    dist.all_reduce(flags, group=groups.control)
+    return [rank for rank, flag in enumerate(flags.tolist()) if flag]
 
 
 def _evaluate(

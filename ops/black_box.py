@@ -174,7 +174,8 @@ class BlackBox:
         self._repack_sums()
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            os.ftruncate(handle, FILE_BYTES)
+            # Not a file with holes: a write to one in a full /dev/shm would end the process by SIGBUS.
+            os.posix_fallocate(handle, 0, FILE_BYTES)
             self._map = mmap.mmap(handle, FILE_BYTES)
             self._map[: _HEAD.size] = _HEAD.pack(MAGIC, VERSION, SLOT_BYTES)
             self._write(now_mono_s)

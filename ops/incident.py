@@ -63,6 +63,8 @@ class Incident:
     """What was seen, more exactly than the class: "xid 79"."""
     detector: str = ""
     """Name of the monitor or detector whose word it is; empty where a process ended by itself."""
+    good_step: int | None = None
+    """State after a later step is not to be trusted, whatever was saved; None: nothing is known of that."""
     generation: tuple[int, int] | None = None
     """(attempt, generation) of the ranks that it happened to, where known: no set of ranks fails twice."""
 

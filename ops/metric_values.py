@@ -16,6 +16,7 @@ from typing import Any
 from jobs.mesh import SIZES, Mesh
 from ops.ettr import HOUR_S
 from ops.goodput import Goodput, Phase, account
+from ops.incident_rows import named_nodes
 from ops.ledger import Event, number
 from ops.losses import IncidentBill, Who, bill_incidents, judge_steps, who
 from ops.metrics import STEP_BUCKETS_S, Histogram, Samples
@@ -250,6 +251,9 @@ def _put_incidents(samples: Samples, events: Sequence[Event], bills: Sequence[In
     counts = Counter((_class(bill), bill.event.text("action", "none")) for bill in bills)
     for labels, count in counts.items():
         samples.put("incidents_total", count, *labels)
+    blamed = Counter((_class(bill), node) for bill in bills for node in named_nodes(bill.event))
+    for labels, count in blamed.items():
+        samples.put("node_incidents_total", count, *labels)
     costs: dict[tuple[str, str], float] = {}
     for bill in bills:
         parts = {

@@ -91,6 +91,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("checkpoint_interval_seconds", "Time between saves: checkpoint.every_steps x median step."),
     # Incidents
     _counter("incidents", "Incidents by class and by what was done.", "class", "action"),
+    _counter("node_incidents", "Incidents by the node they are laid to.", "class", "node"),
     _counter(
         "incident_cost_seconds",
         "What incidents cost, by class and part: detect, decide, restart, reload, recompute.",

@@ -1,4 +1,9 @@
-"""Messages to people about incidents, through Apprise: mail, chat, pagers, webhooks; one message an incident.
+"""Messages to people about a run, through Apprise: mail, chat, pagers, webhooks.
+
+    an incident     at once: class, culprit, action, evidence
+                    after patience_s: it does not train again yet
+                    when it is over: what it cost
+    the end         its status, and the error of a failed run
 
 A target that is slow, dead or misspelt never matters to a run: each has a thread and a short queue of its
 own, send() only puts into queues, and close() waits for a limited time. What could not be told is counted and
@@ -14,14 +19,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
+from ops.ledger import Event
 from ops.losses import IncidentBill, does_restart
 
 QUIET_ACTIONS = frozenset({"OBSERVE", "NONE"})
 """Actions that nobody is told of: the ledger has them."""
+URGENT_ACTIONS = frozenset({"STOP", "PAGE"})
 PATIENCE_S = 300.0
-"""An incident that costs so long is told before its bill is known."""
+"""An incident that costs so long is told of once more, before its bill is known."""
 EVIDENCE_CHARS = 600
+ERROR_CHARS = 1500
+
+
+class Level(StrEnum):
+    """How much a message asks of who reads it; the words are Apprise's."""
+
+    INFO = "info"
+    SUCCESS = "success"
+    WARNING = "warning"
+    """Something failed and is being dealt with."""
+    FAILURE = "failure"
+    """Somebody has to do something."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +52,7 @@ class Notice:
     """What it is about: each is sent once."""
     title: str
     body: str
-    is_urgent: bool
-    """Somebody has to do something."""
+    level: Level
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,8 @@ class NotifyLimits:
     """What one target may take."""
 
     per_hour: int = 20
-    """Messages; those beyond are counted and mentioned in the next one that goes out."""
+    """Messages; those beyond are counted and mentioned in the next one that goes out. Twice as many where
+    somebody has to do something: other messages must not use up their place."""
     request_s: float = 10.0
     """Limit of connecting, and of waiting for each part of the answer."""
     tries: int = 3
@@ -50,37 +70,78 @@ class NotifyLimits:
     """Messages that wait for a slow target; those beyond are lost and counted."""
 
 
-def incident_notices(
+def begun_notices(run_id: str, events: Iterable[Event]) -> list[Notice]:
+    """The messages that these incidents have happened, whatever they will cost. Pure.
+
+    Args:
+        run_id: the run.
+        events: of the ledger; all but incidents are passed over, and those that nobody is told of.
+    """
+    notices = []
+    for event in events:
+        if event.kind == "incident" and is_told(event):
+            needs_people = event.text("action").upper() in URGENT_ACTIONS or bool(
+                event.fields.get("calls_people")
+            )
+            level = Level.FAILURE if needs_people else Level.WARNING
+            notices.append(Notice(f"{_key(run_id, event)}/begun", _title(run_id, event), _body(event), level))
+    return notices
+
+
+def cost_notices(
     run_id: str,
     bills: Iterable[IncidentBill],
     now: float,
     *,
     n_ranks: int = 0,
-    since: float = 0.0,
     patience_s: float = PATIENCE_S,
 ) -> list[Notice]:
-    """The messages about those incidents whose cost is known, or that have cost more than `patience_s`. Pure.
+    """The messages that incidents are over, or have cost more than `patience_s` and are not. Pure.
 
-    Asked again it gives the same ones again: their keys tell the sender which are new.
+    Asked again it gives the same ones again: their keys tell the sender which are new. Incidents that take no
+    ranks down, and those that end the run, are told of once, when they begin.
 
     Args:
         run_id: the run.
         bills: of its incidents.
         now: Unix seconds.
         n_ranks: ranks that stood still; 0 leaves rank-hours out.
-        since: incidents noticed before (Unix seconds) are left out.
-        patience_s: seconds after the notice when the message goes out in any case.
+        patience_s: seconds after the notice when the second kind goes out.
     """
     notices = []
     for bill in bills:
         event = bill.event
-        action, detected = event.text("action").upper(), event.seconds("detected_at", event.at)
-        if detected < since or action in QUIET_ACTIONS or event.text("class") == "benign":
+        if not awaits_cost(event):
             continue
-        is_over = action == "STOP" or not does_restart(event) or bill.restart_s > 0
-        if is_over or now - detected >= patience_s:
-            notices.append(_notice(run_id, bill, n_ranks, is_over=is_over))
+        is_over = bill.restart_s > 0
+        if not is_over and now - event.seconds("detected_at", event.at) < patience_s:
+            continue
+        key, cost = _key(run_id, event), cost_words(bill, n_ranks, is_over=is_over)
+        title = f"{_title(run_id, event)}: {'over' if is_over else 'not over'}"
+        body = f"{_body(event, with_evidence=False)}\ncost     {cost}"
+        level = Level.SUCCESS if is_over else Level.FAILURE
+        notices.append(Notice(f"{key}/{'over' if is_over else 'late'}", title, body, level))
     return notices
+
+
+def end_notice(run_id: str, status: str, error: str, step: int) -> Notice:
+    """The message that a run has ended. Pure."""
+    lines = [f"status   {status}", f"step     {step}"]
+    if error.strip():
+        kept = error.strip()[:ERROR_CHARS]
+        lines.append(f"error\n{kept}{'...' if len(error.strip()) > len(kept) else ''}")
+    level = {"FINISHED": Level.SUCCESS, "FAILED": Level.FAILURE}.get(status, Level.INFO)
+    return Notice(f"{run_id}/end", f"{run_id}: {status}", "\n".join(lines), level)
+
+
+def awaits_cost(event: Event) -> bool:
+    """Whether people are told of an incident a second time, when it is over. Pure."""
+    return is_told(event) and does_restart(event) and event.text("action").upper() != "STOP"
+
+
+def is_told(event: Event) -> bool:
+    """Whether people hear of an incident at all. Pure."""
+    return event.text("action").upper() not in QUIET_ACTIONS and event.text("class") != "benign"
 
 
 class Notifier:
@@ -129,7 +190,7 @@ class _Target:
         self._limits = limits
         self._queue: queue.Queue[Notice | None] = queue.Queue(limits.n_waiting)
         self._is_closing = threading.Event()
-        self._sent_at: deque[float] = deque(maxlen=max(1, limits.per_hour))
+        self._sent_at: deque[float] = deque(maxlen=max(1, 2 * limits.per_hour))
         self._n_given = 0
         self._n_told = 0
         self._n_held_back = 0
@@ -183,7 +244,8 @@ class _Target:
             self._handle(deliver, notice)
 
     def _handle(self, deliver: "Callable[[Notice], bool]", notice: Notice) -> None:
-        if not may_send(self._sent_at, time.monotonic(), self._limits.per_hour):
+        per_hour = self._limits.per_hour * (2 if notice.level is Level.FAILURE else 1)
+        if not may_send(self._sent_at, time.monotonic(), per_hour):
             self._n_held_back += 1
             return
         self._sent_at.append(time.monotonic())
@@ -220,36 +282,37 @@ def _delivery(url: str, request_s: float) -> "Callable[[Notice], bool] | None":
     target.socket_read_timeout = request_s
 
     def deliver(notice: Notice) -> bool:
-        kind = apprise.NotifyType.FAILURE if notice.is_urgent else apprise.NotifyType.WARNING
+        kind = apprise.NotifyType(notice.level.value)
         return bool(target.notify(body=notice.body, title=notice.title, notify_type=kind))
 
     return deliver
 
 
-def _notice(run_id: str, bill: IncidentBill, n_ranks: int, *, is_over: bool) -> Notice:
-    event = bill.event
-    action, failure_class = event.text("action"), event.text("class", "unknown")
-    culprit = event.text("culprit", "unknown")
+def _key(run_id: str, event: Event) -> str:
+    ranks = f"{event.integer('attempt')}.{event.integer('generation')}"
     detected = event.seconds("detected_at", event.at)
-    reason = event.text("reason")
-    evidence = event.text("evidence").strip()
+    return f"{run_id}/{ranks}/{event.text('class', 'unknown')}/{detected:.3f}"
+
+
+def _title(run_id: str, event: Event) -> str:
+    words = (event.text("class", "unknown"), event.text("culprit", "unknown"), event.text("action"))
+    return f"{run_id}: {', '.join(words)}"
+
+
+def _body(event: Event, *, with_evidence: bool = True) -> str:
+    failure_class, reason = event.text("class", "unknown"), event.text("reason")
     lines = [
         f"class    {failure_class}",
-        f"culprit  {culprit}",
-        f"action   {action}{': ' + reason if reason else ''}",
+        f"culprit  {event.text('culprit', 'unknown')}",
+        f"action   {event.text('action')}{': ' + reason if reason else ''}",
         f"step     {event.integer('step')}",
-        f"cost     {cost_words(bill, n_ranks, is_over=is_over)}",
         f"runbook  ops/runbooks/{failure_class}.md",
     ]
-    if evidence:
+    evidence = event.text("evidence").strip()
+    if evidence and with_evidence:
         cut = "..." if len(evidence) > EVIDENCE_CHARS else ""
         lines.append(f"evidence\n{cut}{evidence[-EVIDENCE_CHARS:]}")
-    return Notice(
-        key=f"{run_id}/{event.integer('attempt')}.{event.integer('generation')}/{failure_class}/{detected:.3f}",
-        title=f"{run_id}: {failure_class}, {culprit}, {action}",
-        body="\n".join(lines),
-        is_urgent=action.upper() in ("STOP", "PAGE") or not is_over,
-    )
+    return "\n".join(lines)
 
 
 def cost_words(bill: IncidentBill, n_ranks: int, *, is_over: bool) -> str:

@@ -223,6 +223,8 @@ class _Case:
         if row.ladder == (Action.STOP,) and not self._may_be_chance():
             text = f"{incident.failure_class} is never retried: the same input fails the same way"
             return self._stop(text, is_final=True)
+        if incident.failure_class is FailureClass.NUMERICS and self.budgets.on_bad_loss == "stop":
+            return self._stop("resilience.on_bad_loss=stop", is_final=True)
         if incident.failure_class is FailureClass.GPU_OUT_OF_MEMORY and incident.step == 0:
             text = "out of device memory before the first step: the layout does not fit"
             return self._stop(text, is_final=True)

@@ -327,6 +327,8 @@ def breaker_refusal(
     retired = {n for n, record in fleet.records.items() if record.retired is not None}
     out = fleet.out_of_service - retired
     wanted = out | set(nodes)
+    if wanted - out and len(wanted) >= cluster.n_nodes:
+        return f"breaker: none of {cluster.n_nodes} nodes would be left in service"
     limit = max(rules.min_out, int(rules.max_out_frac * cluster.n_nodes))
     if wanted - out and len(wanted) > limit:
         return (

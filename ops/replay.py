@@ -1,11 +1,12 @@
 """Incidents and decisions as lines of the ledger, and the decisions made again from those lines. Pure.
 
 What a decision rested on is written beside it, so that a ledger can be asked what another version of the
-policy, or other budgets, would have done. Reads no file (ledger.py) and decides nothing itself (policy.py).
+policy, or other budgets, would have done, and so that who decides knows the run's history after a restart.
+Reads no file (ledger.py) and decides nothing itself (policy.py).
 """
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from jobs.spec.job import ResilienceSection
@@ -14,11 +15,34 @@ from ops.incident import FailureClass, Incident, Nature
 from ops.ledger import Event
 from ops.policy import PastIncident, decide
 from ops.signal import Entity, EntityKind
-from ops.situation import Situation
+from ops.situation import Situation, situation_fields, situation_of
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A decided incident, with what tells later whether the run went on after it."""
+
+    incident: Incident
+    action: Action
+    committed_step: int
+    """Step of the newest committed checkpoint at that moment, 0 for none."""
+    is_pending: bool = False
+    in_place: bool = True
+
+    def past(self, committed_step: int) -> PastIncident:
+        """As the policy takes it, when this is the newest committed step."""
+        progressed = committed_step > self.committed_step
+        return PastIncident(self.incident, self.action, progressed, self.is_pending, self.in_place)
 
 
 def incident_fields(
-    incident: Incident, decision: Decision, *, shells_alive: bool, committed_step: int, still_trains: bool
+    incident: Incident,
+    decision: Decision,
+    *,
+    shells_alive: bool,
+    committed_step: int,
+    available: Set[Action],
+    situation: Situation,
 ) -> dict[str, Any]:
     """Fields of the ledger's `incident` event, without attempt and generation where they are not known.
 
@@ -27,7 +51,8 @@ def incident_fields(
         decision: what is done about it.
         shells_alive: as it was told to the policy.
         committed_step: step of the newest committed checkpoint at that moment, 0 for none: progress.
-        still_trains: as it was told to the policy.
+        available: as it was told to the policy.
+        situation: as it was told to the policy.
     """
     fields: dict[str, Any] = {
         "class": incident.failure_class.value,
@@ -44,6 +69,8 @@ def incident_fields(
     }
     if incident.generation is not None:
         fields["attempt"], fields["generation"] = incident.generation
+    if incident.good_step is not None:
+        fields["good_step"] = incident.good_step
     if incident.entity is not None:
         entity = incident.entity
         fields["entity"] = {"kind": entity.kind.value, "name": entity.name, "node": entity.node}
@@ -60,7 +87,9 @@ def incident_fields(
         "n_ranks": decision.n_ranks,
         "calls_people": decision.calls_people,
         "exit_code": decision.exit_code,
-        "still_trains": still_trains,
+        "still_trains": situation.still_trains,
+        "available": sorted(available),
+        "situation": situation_fields(situation, incident.detected_at),
     }
     return fields | {name: value for name, value in more.items() if value}
 
@@ -90,17 +119,66 @@ def incident_of(event: Event) -> Incident | None:
         entity=entity,
         nature=nature,
         symptom=event.text("symptom"),
+        good_step=event.integer("good_step") if "good_step" in fields else None,
         detector=event.text("detector"),
         generation=(event.integer("attempt"), event.integer("generation")) if has_ranks else None,
     )
 
 
+def remembered(event: Event, newest_step: int = 0) -> Remembered | None:
+    """What a line of the ledger says about a decided incident; None where it is none.
+
+    Args:
+        event: the line.
+        newest_step: of the checkpoints committed before it, for lines that do not say it themselves.
+    """
+    incident, taken = incident_of(event), event.text("action")
+    if incident is None or taken not in set(Action):
+        return None
+    return Remembered(
+        incident,
+        Action(taken),
+        event.integer("committed_step", newest_step),
+        bool(event.fields.get("at_checkpoint", False)),
+        bool(event.fields.get("in_place", taken == Action.RESTART_RANKS)),
+    )
+
+
+class History:
+    """The incidents of a ledger that bear on the next decision, taken in event by event."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        """Take in `events`, in the order written."""
+        self._decided: list[Remembered] = []
+        self._newest_step = 0
+        for event in events:
+            self.take_in(event)
+
+    def take_in(self, event: Event) -> None:
+        """One more event. Who resumes a run that was ended gives it its budgets anew."""
+        if event.kind == "run_ended":
+            self._decided.clear()
+        elif event.kind == "checkpoint_committed":
+            self._newest_step = max(self._newest_step, event.integer("step"))
+        elif (one := remembered(event, self._newest_step)) is not None:
+            self.add(one)
+
+    def add(self, one: Remembered) -> None:
+        """One more incident."""
+        self._decided.append(one)
+
+    def past(self, committed_step: int) -> list[PastIncident]:
+        """As the policy takes them, when this is the newest committed step."""
+        return [one.past(committed_step) for one in self._decided]
+
+    @property
+    def newest_step(self) -> int:
+        """Step of the newest checkpoint whose commit was taken in."""
+        return self._newest_step
+
+
 def replay(
-    events: Sequence[Event],
-    budgets: ResilienceSection,
-    *,
-    available: Set[Action] = TODAYS_ACTIONS,
-    situation_at: Callable[[Event], Situation] = lambda _: Situation(),
+    events: Sequence[Event], budgets: ResilienceSection, *, available: Set[Action] | None = None
 ) -> list[tuple[Event, Decision]]:
     """What the policy decides about each incident of a ledger, given what was done about those before it.
 
@@ -110,34 +188,24 @@ def replay(
     Args:
         events: the ledger, in the order written.
         budgets: limits per kind of restart.
-        available: what could be carried out.
-        situation_at: what else was known: from the book of nodes up to that moment, say.
+        available: what could be carried out; None takes what each line says.
     """
-    past: list[tuple[int, PastIncident]] = []
     decided = []
-    newest_step = 0
+    history = History()
     for event in events:
-        if event.kind == "checkpoint_committed":
-            newest_step = max(newest_step, event.integer("step"))
         incident = incident_of(event)
-        if incident is None:
-            continue
-        committed_step = event.integer("committed_step", newest_step)
-        history = [replace(one, progressed=committed_step > then) for then, one in past]
-        in_place = event.text("action") == Action.RESTART_RANKS
-        shells_alive = bool(event.fields.get("shells_alive", in_place))
-        decision = decide(
-            incident,
-            history,
-            budgets,
-            shells_alive=shells_alive,
-            available=available,
-            situation=situation_at(event),
-        )
-        decided.append((event, decision))
-        taken = event.text("action")
-        action = Action(taken) if taken in set(Action) else decision.action
-        is_pending = bool(event.fields.get("at_checkpoint", False))
-        was_in_place = bool(event.fields.get("in_place", in_place))
-        past.append((committed_step, PastIncident(incident, action, False, is_pending, was_in_place)))
+        if incident is not None:
+            said = [name for name in event.fields.get("available", ()) if name in set(Action)]
+            decision = decide(
+                incident,
+                history.past(event.integer("committed_step", history.newest_step)),
+                budgets,
+                shells_alive=bool(
+                    event.fields.get("shells_alive", event.text("action") == Action.RESTART_RANKS)
+                ),
+                available=available or {Action(name) for name in said} or TODAYS_ACTIONS,
+                situation=situation_of(event.fields.get("situation"), bool(event.fields.get("still_trains"))),
+            )
+            decided.append((event, decision))
+        history.take_in(event)
     return decided

@@ -17,6 +17,7 @@ from jobs.mesh import SIZES, Mesh
 from ops.checkpoint.layout import CHECKPOINTS_DIR, folder_name, newest_committed_step
 from ops.ettr import EttrPoint, sliding_ettr
 from ops.goodput import Goodput, account
+from ops.incident_rows import incident_row
 from ops.ledger import Event, number, plain_value, read_ledger, read_metrics
 from ops.losses import IncidentBill, StepLine, bill_incidents, judge_steps
 
@@ -130,7 +131,7 @@ class Report:
             "started_at": goodput.start_us / 1e6,
             "ended_at": goodput.end_us / 1e6,
             "phases_s": {phase.value: us / 1e6 for phase, us in goodput.phases_us.items()},
-            "incidents": [incident_json(bill) for bill in self.bills],
+            "incidents": [incident_row(bill) for bill in self.bills],
             "checkpoints": [
                 {"step": note.step, "outcome": note.outcome, "path": note.path, "n_bytes": note.n_bytes}
                 for note in self.checkpoints
@@ -145,30 +146,6 @@ class Report:
         }
         plain: dict[str, Any] = plain_value(values)
         return plain
-
-
-def incident_json(bill: IncidentBill) -> dict[str, Any]:
-    """One incident with its bill, as plain values."""
-    event = bill.event
-    return {
-        "class": event.text("class", "unknown"),
-        "culprit": event.text("culprit"),
-        "action": event.text("action"),
-        "reason": event.text("reason"),
-        "step": event.integer("step"),
-        "attempt": event.integer("attempt"),
-        "generation": event.integer("generation"),
-        "detected_at": event.seconds("detected_at", event.at),
-        "detect_s": round(bill.detect_s, 6),
-        "decide_s": round(bill.decide_s, 6),
-        "restart_s": round(bill.restart_s, 6),
-        "relaunch_s": round(bill.relaunch_s, 6),
-        "reload_s": round(bill.reload_s, 6),
-        "lost_steps": bill.lost_steps,
-        "redo_s": round(bill.redo_s, 6),
-        "total_s": round(bill.total_s, 6),
-        "evidence": event.text("evidence"),
-    }
 
 
 def build_report(

@@ -11,6 +11,7 @@ Knows nothing of file formats. No Ray here.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from jobs.comm.groups import Groups
 from jobs.engines.base import Engine
 from jobs.errors import CheckpointError
-from jobs.events import EvalRecord, Progress, StepRecord
+from jobs.events import EvalRecord, Progress, Ranges, StepRecord
 from jobs.seeds import rng_state, set_rng_state
 from jobs.spec.job import CheckpointSection
 from jobs.state import Chunk
@@ -38,6 +39,7 @@ from ops.checkpoint.reader import (
     read_tensor,
 )
 from ops.checkpoint.retention import apply_retention
+from ops.checkpoint.set_aside import set_aside
 from ops.checkpoint.writer import AsyncWriter, Limits, Peers
 from ops.durable import describe_os_error
 
@@ -65,6 +67,7 @@ class CheckpointHook:
         peers: Peers,
         record: Record,
         device: torch.device,
+        blocking: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Local.
 
@@ -75,7 +78,9 @@ class CheckpointHook:
             peers: this rank and the store for saves, see ops.checkpoint.writer.Peers.
             record: takes ledger events, on every rank.
             device: this rank's: its random state is saved as well as the host's.
+            blocking: entered where training waits for a save.
         """
+        self._blocking = blocking
         self._section, self._checkpoint_dir, self._rank = section, checkpoint_dir, peers.rank
         self._device = device
         limits = Limits(
@@ -85,10 +90,12 @@ class CheckpointHook:
         self._writer = AsyncWriter(checkpoint_dir, identity, peers, record, limits, self._after_commit)
         self._is_due = False
         self._last_step: int | None = None
+        self._skipped: Ranges = ()
 
     def on_start(self, engine: Engine, progress: Progress) -> None:
         """Allocate the host buffer. A restored step is not saved again."""
         self._last_step = progress.step
+        self._skipped = progress.skipped_samples
         self._writer.prepare(engine.chunks(), self._extra())
 
     def after_step(self, record: StepRecord, engine: Engine) -> None:
@@ -98,9 +105,12 @@ class CheckpointHook:
             self._is_due = True
         if not self._is_due:
             return
-        self._save(engine, Progress(record.step, record.sample_ordinal, record.tokens_seen))
-        if not self._section.asynchronous:
-            self._writer.wait(self._section.commit_timeout_s)
+        with self._blocking():
+            self._save(
+                engine, Progress(record.step, record.sample_ordinal, record.tokens_seen, self._skipped)
+            )
+            if not self._section.asynchronous:
+                self._writer.wait(self._section.commit_timeout_s)
 
     def after_evaluate(self, record: EvalRecord) -> None:
         """Nothing."""
@@ -112,11 +122,12 @@ class CheckpointHook:
         for as long as a commit may take.
         """
         timeout_s = self._section.commit_timeout_s
-        is_saved = self._writer.wait(timeout_s) and self._last_step == progress.step
-        if not is_saved and progress.step > 0:
-            self._save(engine, progress, decide_timeout_s=timeout_s)
-            self._writer.wait(timeout_s)
-        self._writer.settle(_SETTLE_TIMEOUT_S)
+        with self._blocking():
+            is_saved = self._writer.wait(timeout_s) and self._last_step == progress.step
+            if not is_saved and progress.step > 0:
+                self._save(engine, progress, decide_timeout_s=timeout_s)
+                self._writer.wait(timeout_s)
+            self._writer.settle(_SETTLE_TIMEOUT_S)
 
     def _save(self, engine: Engine, progress: Progress, decide_timeout_s: float | None = None) -> None:
         start = self._writer.save(engine.chunks(), progress, self._extra(), decide_timeout_s=decide_timeout_s)
@@ -143,6 +154,7 @@ def restore(
     lr_of_step: Callable[[int], float],
     record: Record,
     device: torch.device,
+    before: int | None = None,
 ) -> Progress:
     """Fill the engine from the newest checkpoint that every rank can read whole.
 
@@ -158,6 +170,7 @@ def restore(
         lr_of_step: learning rate of the step that follows so many completed ones.
         record: takes ledger events (checkpoint_skipped, restored); called on rank 0 only.
         device: this rank's.
+        before: newest step that may be restored, after a rollback; None allows every one.
 
     Returns:
         Where to go on; step 0 where no save was ever finished, and the engine is untouched.
@@ -171,14 +184,19 @@ def restore(
     chunks = engine.chunks()
     lost: list[str] = []
     """On rank 0: the committed ones that were passed over, and why."""
+    bad: list[Path] = []
+    """On rank 0: their folders."""
 
     def skip(path: Path, reason: str) -> None:
         _log.warning("passed over %s: %s", path, reason)
         record("checkpoint_skipped", {"path": str(path), "reason": reason})
         if step_of(path.name) is not None and _may_be_committed(path):
             lost.append(f"{path.name}: {reason}")
+            bad.append(path)
 
     candidates = iter_candidates(checkpoint_dir, skip) if groups.rank == 0 else iter(())
+    if before is not None:
+        candidates = (found for found in candidates if found.step <= before)
     while (step := _broadcast_step(_next_of(candidates, lost), groups)) is not None:
         path = checkpoint_dir / folder_name(step)
         found, problems = _verify_together(path, groups)
@@ -192,6 +210,7 @@ def restore(
             if groups.rank == 0:
                 load_s = time.monotonic() - started
                 record("restored", {"step": progress.step, "load_s": load_s, "path": str(path)})
+                _keep_away(bad, record)
             return progress
         if groups.rank == 0:
             skip(path, "; ".join(problems))
@@ -203,6 +222,19 @@ def restore(
             f"remove them or move them elsewhere first."
         )
     return Progress()
+
+
+def _keep_away(bad: Sequence[Path], record: Record) -> None:
+    """Move what was passed over to where no restart finds it, and no save of the same step removes it."""
+    for path in bad:
+        step = step_of(path.name)
+        try:
+            moved = set_aside(path.parent, [] if step is None else [step])
+        except OSError as error:
+            _log.warning("%s could not be set aside: %s", path, describe_os_error(error))
+            continue
+        for target in moved:
+            record("checkpoint_set_aside", {"step": step, "path": str(path), "kept_as": str(target)})
 
 
 def _may_be_committed(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """The command line: the verbs of a run. Parses and prints; what a verb does is in the module it calls.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 stopped or preempted.
+Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 stopped or preempted, 93 the run failed and would
+fail again the same way: a scheduler must not start it again.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.errors import PacktrainError
-from service import cli_checkpoint, cli_data, cli_diagnose, cli_nodes
+from service import cli_checkpoint, cli_data, cli_diagnose, cli_drill, cli_nodes, cli_replay
 
 if TYPE_CHECKING:
     from jobs.spec.job import JobSpec
@@ -28,6 +29,8 @@ app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_checkpoint.app, name="checkpoint")
 app.add_typer(cli_nodes.app, name="nodes")
 app.command()(cli_diagnose.diagnose)
+app.command()(cli_drill.drill)
+app.command()(cli_replay.replay)
 
 SpecPath = Annotated[Path, typer.Argument(help="A spec (YAML).", show_default=False)]
 RunName = Annotated[str, typer.Argument(help="Run id, or path of a run's folder.", show_default=False)]
@@ -161,13 +164,11 @@ def list_(storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> Non
 @app.command()
 def status(run_name: RunName, storage: Storage = DEFAULT_STORAGE, *, as_json: AsJson = False) -> None:
     """Where one run is."""
-    from service.run_status import told_summary
+    from service.run_status import lines, told_summary
     from service.run_store import find_run
 
     row = told_summary(find_run(run_name, storage))
-    say(
-        json.dumps(row, indent=2) if as_json else "\n".join(f"{key:16} {value}" for key, value in row.items())
-    )
+    say(json.dumps(row, indent=2) if as_json else "\n".join(lines(row)))
 
 
 @app.command()
@@ -235,13 +236,14 @@ def metrics(
 ) -> None:
     """Serve a run's figures to Prometheus, while it lives and after; reads its folder only."""
     from service.metrics_server import MetricsServer, metrics_text
+    from service.run_follower import RunFollower
     from service.run_store import find_run
 
     run_dir = find_run(run_name, storage)
     if once:
         say(metrics_text(run_dir).rstrip("\n"))
         return
-    with MetricsServer(run_dir, host, port) as server:
+    with MetricsServer(RunFollower(run_dir), host, port) as server:
         say(f"http://{host}:{server.port}/metrics")
         try:
             server.wait()

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,12 +140,6 @@ def capacity() -> Capacity:
     )
 
 
-def fits(spec: JobSpec, have: Capacity) -> bool:
-    """The live nodes have the resources of all workers (free or not)."""
-    workers, needs = spec.world_size, spec.resources
-    return have.cpus >= workers * needs.cpus_per_worker and have.gpus >= workers * needs.gpus_per_worker
-
-
 def is_own_node_alive() -> bool:
     """Ray still works on the node of this process; False also where Ray cannot be asked any more."""
     try:
@@ -174,13 +166,3 @@ def release_placement_groups() -> int:
     for group_id in held:
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
     return len(held)
-
-
-def wait_until_fits(spec: JobSpec, limit_s: float, give_up: Callable[[], bool]) -> bool:
-    """Wait for enough live nodes; False when the limit passed or `give_up` said so."""
-    deadline = time.monotonic() + limit_s
-    while not fits(spec, capacity()):
-        if time.monotonic() > deadline or give_up():
-            return False
-        time.sleep(0.5)
-    return True

@@ -2,6 +2,7 @@
 
     shells --join / report_store / report_exit / report_reaped--> Coordinator --orders (long poll)--> shells
     driver --begin_attempt / request_stop / outcome-------------> Coordinator
+    node agents --report_node, once a second--------------------> Coordinator
 
 A generation is one set of rank processes. When a rank fails, the others of its generation are killed, and
 once every shell has reaped its rank the next generation is forked: nothing of the old one can meet the new
@@ -12,53 +13,33 @@ none is lost or repeated. It holds no tensors and runs no training; new attempts
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from jobs.spec.job import ResilienceSection
-from ops.checkpoint.layout import CHECKPOINTS_DIR, newest_committed_step
-from ops.decision import Action
+from ops.decision import RESTARTS, Action, Decision
+from ops.diagnosis.hang_culprits import hang_incident
+from ops.diagnosis.rank_deaths import EVIDENCE_BEFORE_S, join_signals
 from ops.diagnosis.rank_exits import RankExit, diagnose
+from ops.findings import Finding
 from ops.incident import Incident
 from ops.ledger import LedgerWriter
-from ops.policy import PastIncident, decide
+from ops.monitors.collective_hang import NAME as HANG_DETECTOR
+from ops.monitors.collective_hang import Hang
+from service.decisions import Decider, Nodes
+from service.evidence import WITNESS_LIMIT_S, ask_agents, incident_folder, record_report, weigh_hang
+from service.going_back import GoingBack
 from service.lifetime import end_with_raylet
+from service.orders import AttemptOutcome, Order, ShellInfo
 from service.run_store import last_step
+from service.watch import NodeReport, Watch, report_interval_s
+from service.witness import Testimony
 
 EVIDENCE_WINDOW_S = 2.0
 """How long to wait for the exit that explains a broken connection before the connection itself is blamed."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What every shell of the attempt must do now."""
-
-    kind: Literal["start", "store", "kill", "terminate", "end"]
-    generation: int
-    address: tuple[str, int] | None = None
-    """With "store": host and port of the generation's TCPStore."""
-
-
-@dataclass(frozen=True)
-class ShellInfo:
-    """Where a shell runs."""
-
-    rank: int
-    node: str
-    node_id: str
-    shell_pid: int
-    sees_storage: bool
-    """The driver's token in the run folder could be read back on this node."""
-
-
-@dataclass(frozen=True)
-class AttemptOutcome:
-    """How an attempt ended, as far as ranks and shells could tell."""
-
-    kind: Literal["running", "finished", "stopped", "failed"]
-    error: str = ""
-    incident: Incident | None = None
+NODE_LOSS_LIMIT_S = 12.0
+"""How much longer, where a node is silent: until Ray must have said that it is lost."""
 
 
 @dataclass
@@ -68,8 +49,15 @@ class _Generation:
     exits: dict[int, RankExit] = field(default_factory=dict)
     reaped: set[int] = field(default_factory=set)
     outcomes: dict[int, str] = field(default_factory=dict)
+    testimonies: dict[int, Testimony] = field(default_factory=dict)
     is_closed: bool = False
-    """Its verdict has been given: later exits are those that we caused."""
+    """Its verdict is being found or has been given: later exits are those that we caused."""
+    is_examined: bool = False
+    """Evidence is being gathered: nothing is started or ended yet."""
+    is_killed: bool = False
+    """The order is out."""
+    is_hang_told: bool = False
+    """Where hangs are only observed."""
 
 
 @dataclass
@@ -80,6 +68,12 @@ class _Attempt:
     shells: dict[int, ShellInfo] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
     outcome: AttemptOutcome = field(default_factory=lambda: AttemptOutcome("running"))
+    renewal: Decision | None = None
+    """The ranks were told to save and leave; this begins the next attempt."""
+    stages: dict[int, int] = field(default_factory=dict)
+    agents: dict[str, Any] = field(default_factory=dict)
+    """Handles by Ray's id of the node."""
+    n_recorded_signals: int = 0
 
 
 class Coordinator:
@@ -89,13 +83,17 @@ class Coordinator:
         """Start without an attempt."""
         end_with_raylet()
         self._run_dir = Path(run_dir)
-        self._budgets = ResilienceSection.model_validate_json(budgets_json)
         self._ledger = LedgerWriter(self._run_dir / "ledger" / "coordinator.jsonl")
+        self._budgets = ResilienceSection.model_validate_json(budgets_json)
+        self._decider = Decider(self._run_dir, self._budgets, self._ledger)
+        self._going_back = GoingBack(self._run_dir, self._ledger)
+        self._watch = Watch()
         self._changed = asyncio.Condition()
         self._attempt = _Attempt(-1, 0)
-        self._history: list[tuple[Incident, Action, int | None]] = []
         self._is_stopping = False
         self._judge: asyncio.Task[None] | None = None
+        self._deadline: asyncio.Task[None] | None = None
+        """Of a renewal; kept, or the event loop would forget it."""
 
     # ------------------------------------------------------------------ driver
 
@@ -103,6 +101,7 @@ class Coordinator:
         """Forget the last attempt's shells and expect `world_size` new ones."""
         async with self._changed:
             self._attempt = _Attempt(number, world_size)
+            self._watch.begin_attempt()
             self._changed.notify_all()
 
     async def request_stop(self) -> None:
@@ -113,12 +112,16 @@ class Coordinator:
     async def abandon(self) -> None:
         """Kill the ranks and let the shells return. An attempt that has ended already stays as it ended."""
         if self._attempt.outcome.kind == "running":
-            self._close(AttemptOutcome("stopped"))
+            self._close(AttemptOutcome("stopped", decision=self._attempt.renewal))
         await self._order(Order("end", self._attempt.generation.number))
 
     async def outcome(self) -> AttemptOutcome:
         """How the current attempt stands."""
         return self._attempt.outcome
+
+    async def order_fault(self, fault: str, rank: int) -> None:
+        """Have a rank fail on purpose."""
+        await self._order(Order("fault", self._attempt.generation.number, rank=rank, fault=fault))
 
     async def processes(self) -> dict[int, dict[str, Any]]:
         """Node, shell pid and rank pid by rank."""
@@ -133,13 +136,40 @@ class Coordinator:
             for rank, shell in self._attempt.shells.items()
         }
 
-    async def record_incident(self, incident: Incident) -> tuple[Action, str]:
-        """Decide about an incident that the supervisor saw (the attempt is over: no shell is left).
+    async def tell_nodes(self, nodes: Nodes) -> None:
+        """The newest that the driver knows of the cluster."""
+        self._decider.nodes = nodes
 
-        Returns:
-            The action taken and the reason.
-        """
-        return self._decide(incident, shells_alive=False)
+    async def record_incident(self, incident: Incident) -> Decision:
+        """Decide about an incident that the supervisor saw (the attempt is over: no shell is left)."""
+        self._examine(self._attempt.generation)
+        seen = self._watch.signals_since(incident.failed_at - EVIDENCE_BEFORE_S)
+        return self._decide(join_signals(incident, [], seen), shells_alive=False)
+
+    async def report_signal(self, attempt: int, generation: int, values: dict[str, Any]) -> None:
+        """Rank 0 found something out about the training (ops.findings.Finding as JSON); the ranks go on."""
+        if not self._is_current(attempt, generation) or self._attempt.generation.is_closed:
+            return
+        nodes = {rank: shell.node for rank, shell in self._attempt.shells.items()}
+        finding = Finding.from_json(values).on_nodes(nodes)
+        self._watch.add_signals([finding.signal])
+        await self.report_finding(finding.incident(time.time()))
+
+    async def report_finding(self, incident: Incident) -> Decision:
+        """Decide about something seen beside ranks that go on training, and carry it out."""
+        decision = self._decide(incident, shells_alive=True, still_trains=True)
+        if decision.action in RESTARTS or decision.action is Action.STOP:
+            await self._carry_out(decision, incident)
+        return decision
+
+    async def renew(self, decision: Decision) -> None:
+        """Have every rank save and leave at the same step, so that a new attempt can begin by `decision`."""
+        attempt = self._attempt
+        if attempt.outcome.kind != "running" or attempt.renewal is not None:
+            return
+        attempt.renewal = decision
+        self._deadline = asyncio.get_running_loop().create_task(self._abandon_later(attempt))
+        await self._order(Order("terminate", attempt.generation.number))
 
     # ------------------------------------------------------------------ shells
 
@@ -151,6 +181,7 @@ class Coordinator:
             return
         shells = self._attempt.shells
         shells[shell.rank] = shell
+        self._attempt.stages[shell.rank] = shell.stage
         if len(shells) < self._attempt.world_size:
             return
         blind = sorted({s.node for s in shells.values() if not s.sees_storage})
@@ -187,7 +218,8 @@ class Coordinator:
             pids = self._attempt.generation.rank_pids
             pids[rank] = pid
             if len(pids) == self._attempt.world_size:
-                self._ledger.write("ranks_started", attempt=attempt, generation=generation)
+                nodes = sorted({shell.node for shell in self._attempt.shells.values()})
+                self._ledger.write("ranks_started", attempt=attempt, generation=generation, nodes=nodes)
 
     async def report_exit(self, attempt: int, generation: int, rank_exit: RankExit, outcome: str) -> None:
         """A rank process is gone and reaped. `outcome` is its last word: "finished", "stopped" or empty."""
@@ -202,77 +234,165 @@ class Coordinator:
             await self._start_next_when_reaped()
         elif len(current.outcomes) == self._attempt.world_size:
             kind: Literal["finished", "stopped"] = "finished" if outcome == "finished" else "stopped"
-            self._close(AttemptOutcome(kind))
+            self._close(AttemptOutcome(kind, decision=self._attempt.renewal if kind == "stopped" else None))
             await self._order(Order("end", generation))
         elif rank_exit.is_failure and not rank_exit.is_victim:
             await self._judge_generation()
         elif rank_exit.is_failure and self._judge is None:
             self._judge = asyncio.get_running_loop().create_task(self._judge_later(current))
 
+    async def report_testimony(self, attempt: int, generation: int, found: Testimony) -> None:
+        """What a shell found of its rank, as it was ordered to."""
+        if self._is_current(attempt, generation):
+            async with self._changed:
+                self._attempt.generation.testimonies[found.rank] = found
+                self._changed.notify_all()
+
+    # ------------------------------------------------------------------ node agents
+
+    async def nodes(self, attempt: int) -> tuple[str, ...]:
+        """Ray's ids of the attempt's nodes, once all shells have joined; empty when it is over before."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: attempt < self._attempt.number or self._has_begun(attempt))
+            if attempt != self._attempt.number:
+                return ()
+            found = tuple(sorted({s.node_id for s in self._attempt.shells.values()}))
+            self._watch.reports_every_s = report_interval_s(len(found))
+            return found
+
+    async def join_agent(self, attempt: int, node_id: str, agent: Any) -> None:
+        """An agent runs, or runs again."""
+        if attempt == self._attempt.number:
+            self._attempt.agents[node_id] = agent
+
+    async def report_node(self, report: NodeReport) -> None:
+        """What a node agent has seen in the last second."""
+        attempt, now = self._attempt, time.time()
+        if report.attempt != attempt.number or attempt.outcome.kind != "running":
+            return
+        self._watch.hear(report, attempt.stages, now)
+        attempt.n_recorded_signals = record_report(self._ledger, report, attempt.n_recorded_signals)
+        current = attempt.generation
+        if not current.is_closed:
+            hang = self._watch.look((attempt.number, current.number), attempt.world_size, now)
+            if hang is not None:
+                await self._judge_hang(hang)
+
     # ------------------------------------------------------------------ inside
+
+    def _has_begun(self, attempt: int) -> bool:
+        own = self._attempt
+        has_all = len(own.shells) == own.world_size or own.outcome.kind != "running"
+        return attempt == own.number and has_all
 
     def _is_current(self, attempt: int, generation: int) -> bool:
         return attempt == self._attempt.number and generation == self._attempt.generation.number
 
     async def _judge_later(self, generation: _Generation) -> None:
         await asyncio.sleep(EVIDENCE_WINDOW_S)
+        limit = time.monotonic() + NODE_LOSS_LIMIT_S
+        while self._may_have_lost_node(generation) and time.monotonic() < limit:
+            await asyncio.sleep(0.25)
         self._judge = None
         if generation is self._attempt.generation and not generation.is_closed:
             await self._judge_generation()
 
+    def _may_have_lost_node(self, generation: _Generation) -> bool:
+        """A rank is not heard of, nor is its node: Ray will soon say to the supervisor what became of it."""
+        if generation is not self._attempt.generation or generation.is_closed:
+            return False
+        silent = self._watch.silent_nodes(time.time())
+        shells = self._attempt.shells
+        return any(shell.node in silent for rank, shell in shells.items() if rank not in generation.exits)
+
     async def _judge_generation(self) -> None:
-        current = self._attempt.generation
-        current.is_closed = True
+        attempt, current = self._attempt, self._attempt.generation
+        exits = list(current.exits.values())
+        self._examine(current)
+        await self._kill(current)  # whoever is left only waits for the dead
+        incident = diagnose(exits, last_step(self._run_dir), time.time())
+        on = {attempt.shells[one.rank].node_id for one in exits if one.is_failure}
+        self._watch.add_signals(await ask_agents(attempt.agents[node] for node in on & set(attempt.agents)))
+        if attempt is self._attempt and attempt.outcome.kind == "running":
+            seen = self._watch.signals_since(incident.failed_at - EVIDENCE_BEFORE_S)
+            incident = join_signals(incident, exits, seen)
+            await self._carry_out(self._decide(incident, shells_alive=True), incident)
+
+    async def _judge_hang(self, hang: Hang) -> None:
+        """Evidence first, then the verdict and the kill."""
+        attempt, current = self._attempt, self._attempt.generation
+        node_of = {rank: shell.node for rank, shell in attempt.shells.items()}
+        if HANG_DETECTOR in self._budgets.observe:
+            if not current.is_hang_told:
+                current.is_hang_told = True
+                self._decide(hang_incident(hang, (), None, {}, node_of), shells_alive=True, still_trains=True)
+            return
+        self._examine(current)
+        await self._order(Order("witness", current.number))
+        with contextlib.suppress(TimeoutError):
+            async with self._changed, asyncio.timeout(WITNESS_LIMIT_S):
+                await self._changed.wait_for(lambda: len(current.testimonies) == attempt.world_size)
+        folder = incident_folder(self._run_dir, attempt.number, current.number)
+        incident = await asyncio.to_thread(weigh_hang, hang, current.testimonies, node_of, folder)
+        if attempt is self._attempt and attempt.outcome.kind == "running":
+            await self._carry_out(self._decide(incident, shells_alive=True), incident)
+
+    def _examine(self, current: _Generation) -> None:
+        current.is_closed = current.is_examined = True
         if self._judge is not None:
             self._judge.cancel()
             self._judge = None
-        incident = diagnose(list(current.exits.values()), last_step(self._run_dir), time.time())
-        action, reason = self._decide(incident, shells_alive=True)
-        if action is Action.RESTART_RANKS and not self._is_stopping:
+
+    async def _kill(self, current: _Generation) -> None:
+        if not current.is_killed:
+            current.is_killed = True
             await self._order(Order("kill", current.number))
+
+    def _decide(self, incident: Incident, *, shells_alive: bool, still_trains: bool = False) -> Decision:
+        attempt = self._attempt
+        on = frozenset(shell.node for shell in attempt.shells.values())
+        self._decider.nodes = replace(self._decider.nodes, of_attempt=on)
+        own = replace(incident, generation=(attempt.number, attempt.generation.number))
+        decision = self._decider.decide(own, shells_alive=shells_alive, still_trains=still_trains)
+        self._going_back.expect(own, decision)
+        return decision
+
+    async def _carry_out(self, decision: Decision, incident: Incident) -> None:
+        """End the current generation as decided; its ranks are dead, stuck or still train."""
+        current = self._attempt.generation
+        is_restart = decision.action in RESTARTS
+        if is_restart and decision.at_checkpoint:
+            await self.renew(decision)
+            return
+        current.is_closed, current.is_examined = True, False
+        if is_restart and decision.in_place and not self._is_stopping:
+            await self._kill(current)
             await self._start_next_when_reaped()
             return
         # Where a stop was asked for, a restart could only save the newest checkpoint once more.
-        is_stop_enough = self._is_stopping and action is not Action.STOP
+        is_stop_enough = self._is_stopping and decision.action is not Action.STOP
         kind: Literal["failed", "stopped"] = "stopped" if is_stop_enough else "failed"
-        self._close(AttemptOutcome(kind, f"{reason}\n{incident.evidence}", incident))
+        self._close(AttemptOutcome(kind, f"{decision.reason}\n{incident.evidence}", decision))
         await self._order(Order("end", current.number))
 
-    def _decide(self, incident: Incident, *, shells_alive: bool) -> tuple[Action, str]:
-        committed: int | None = None
-        with contextlib.suppress(OSError):  # nobody waits for this verdict: ranks must never lack one
-            committed = newest_committed_step(self._run_dir / CHECKPOINTS_DIR)
-        history = [
-            PastIncident(past, action, progressed=(committed or 0) > (then or 0))
-            for past, action, then in self._history
-        ]
-        decision = decide(incident, history, self._budgets, shells_alive=shells_alive)
-        self._history.append((incident, decision.action, committed))
-        named: dict[str, Any] = {"class": incident.failure_class.value}
-        self._ledger.write(
-            "incident",
-            **named,
-            culprit=incident.culprit,
-            action=decision.action.value,
-            reason=decision.reason,
-            step=incident.step,
-            failed_at=incident.failed_at,
-            detected_at=incident.detected_at,
-            evidence=incident.evidence[-4000:],
-            attempt=self._attempt.number,
-            generation=self._attempt.generation.number,
-        )
-        return decision.action, decision.reason
+    async def _abandon_later(self, attempt: _Attempt) -> None:
+        """Ranks that cannot save and leave within the grace time are ended as they are."""
+        await asyncio.sleep(self._budgets.stop_grace_s)
+        if attempt is self._attempt:
+            await self.abandon()
 
     async def _start_next_when_reaped(self) -> None:
         current = self._attempt.generation
+        if current.is_examined:
+            return
         if len(current.reaped) == self._attempt.world_size and self._attempt.outcome.kind == "running":
             await self._start_generation(current.number + 1)
 
     async def _start_generation(self, number: int) -> None:
         self._attempt.generation = _Generation(number)
-        await self._order(Order("start", number))
-        if self._is_stopping:
+        start = self._going_back.start_point(self._attempt.number, number)
+        await self._order(Order("start", number, start=start))
+        if self._is_stopping or self._attempt.renewal is not None:
             await self._order(Order("terminate", number))
 
     def _close(self, outcome: AttemptOutcome) -> None:

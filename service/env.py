@@ -14,6 +14,17 @@ def set_env(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def kernel_log_path() -> Path:
+    """This node's kernel log: PACKTRAIN_KERNEL_LOG where the node sets it, else /dev/kmsg."""
+    return Path(os.environ.get("PACKTRAIN_KERNEL_LOG") or "/dev/kmsg")
+
+
+def health_lines_path() -> Path | None:
+    """PACKTRAIN_HEALTH_LINES: a file to which this node's own health checks write JSON lines, if any."""
+    named = os.environ.get("PACKTRAIN_HEALTH_LINES")
+    return Path(named) if named else None
+
+
 def environment(**changes: str) -> dict[str, str]:
     """A copy of the environment with changes, for a child process."""
     return {**os.environ, **changes}
@@ -35,16 +46,19 @@ def prepare_ray_environment() -> None:
 
 RAY_DEFAULTS = {
     "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Defaults for Ray, each overridable by the user's environment; nothing is sent to Ray's usage statistics."""
+"""Defaults for Ray, each overridable by the user's environment; nothing is sent to Ray's usage statistics.
+
+Nodes that are announced to go are the supervisor's affair (node_watch.py), not that of Ray's watcher.
+"""
 
 EMBEDDED_DEFAULTS = {
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_enable_metrics_collection": "false",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "false",
@@ -52,8 +66,7 @@ EMBEDDED_DEFAULTS = {
 """What only a cluster of our own wants, each overridable as well.
 
 Its processes share the cores with the ranks, and nobody reads these: figures for a dashboard that does not
-run, and a watcher for somebody who announces that he takes the only node away. They cost a third of the CPU
-time that Ray takes beside a training step.
+run. With Ray's watcher for preemptions they cost a third of the CPU time that Ray takes beside a step.
 """
 
 

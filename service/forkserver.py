@@ -13,6 +13,7 @@ business.
 """
 
 import array
+import ctypes
 import gc
 import importlib
 import json
@@ -26,6 +27,9 @@ from typing import Any
 
 from service.lifetime import end_with_parent
 from service.rank_process import RankRequest, run_forked_rank
+
+PR_SET_PTRACER = 0x59616D61
+PR_SET_PTRACER_ANY = -1
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ def _fork(request: dict[str, Any], channel_fd: int, control: socket.socket) -> _
         code = 1
         try:
             end_with_parent(server_pid)
+            # Where only ancestors may look into a process: py-spy is started by the shell, and is none.
+            ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PR_SET_PTRACER_ANY), 0, 0, 0)
             control.close()
             code = run_forked_rank(RankRequest.from_json(request), socket.socket(fileno=channel_fd))
         finally:

@@ -1,7 +1,7 @@
 """One attempt = one TorchTrainer.fit(): places the worker shells, retries nothing, reports how it ended."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,17 @@ class FitFailure:
     ranks: tuple[int, ...] = ()
 
 
-def run_attempt(spec: JobSpec, config: ShellConfig, run_dir: Path) -> FitFailure | None:
-    """Run one attempt to its end; None when every shell returned. Blocks; safe in a thread of its own."""
+def run_attempt(
+    spec: JobSpec, config: ShellConfig, run_dir: Path, selector: Mapping[str, str]
+) -> FitFailure | None:
+    """Run one attempt to its end; None when every shell returned. Blocks; safe in a thread of its own.
+
+    Args:
+        spec: what this attempt runs: its layout may be smaller than the run's.
+        config: for the shells.
+        run_dir: folder of the run.
+        selector: Ray label selector of the workers: keeps off nodes.
+    """
     # It imports torch, which takes seconds: here, so that the coordinator's process starts meanwhile.
     from service.bare_trainer import BareTrainer
 
@@ -36,17 +45,20 @@ def run_attempt(spec: JobSpec, config: ShellConfig, run_dir: Path) -> FitFailure
         shell_main,
         train_loop_config=asdict(config),
         torch_config=ShellBackend(),  # type: ignore[arg-type]
-        scaling_config=ScalingConfig(
+        # The class that type checkers see is the deprecated one of the same name; so below.
+        scaling_config=ScalingConfig(  # type: ignore[call-arg]
             num_workers=spec.world_size,
             use_gpu=needs.gpus_per_worker > 0,
             resources_per_worker={"CPU": needs.cpus_per_worker, **gpus},
             placement_strategy=needs.placement,
+            label_selector=dict(selector) or None,
         ),
         run_config=RunConfig(
             name=f"{run_dir.name}-{config.attempt:03d}",
             storage_path=str(run_dir / "ray"),
-            # The class that type checkers see is the deprecated one of the same name.
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),  # type: ignore[call-arg]
+            failure_config=FailureConfig(  # type: ignore[call-arg]
+                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
+            ),
         ),
     )
     try:

@@ -144,7 +144,13 @@ def event_line(event: Event) -> str | None:
             reason = event.text("reason")
             return f"incident: {what} -> {event.text('action')}" + (f" ({reason})" if reason else "")
         case "attempt_started" if event.integer("attempt") > 0:
-            return f"attempt {event.integer('attempt')} starts on {event.integer('world_size')} ranks"
+            off = ", ".join(event.fields.get("exclude", ()))
+            ranks = f"attempt {event.integer('attempt')} starts on {event.integer('world_size')} ranks"
+            return ranks + (f", off node {off}" if off else "")
+        case "growth":
+            return f"growth: {event.text('reason')}; the ranks save and leave"
+        case "nodes_awaited":
+            return f"waiting for nodes with room for {event.integer('world_size')} ranks"
         case "ranks_started" if event.integer("generation") > 0:
             return f"ranks started again (generation {event.integer('generation')})"
         case "restored" if step > 0:

@@ -5,7 +5,7 @@
                                train_rank: store -> groups -> engine -> data -> restore -> hooks -> trainer
 
 A rank tells its shell three things: where its store listens, how it ended, and with which error. It is
-told two: where the store is, and to save and leave.
+told four: where the store is, to save and leave, to write down its collectives, and (in a drill) to fail.
 """
 
 import faulthandler
@@ -21,8 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.events import Ranges
+from service.rank_faults import RankFaults
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from ops.findings import Finding
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,12 @@ class RankRequest:
     local_world_size: int
     node: str
     log_path: str
+    box_dir: str = ""
+    """Folder of the node's black boxes; empty keeps none."""
+    restore_before: int | None = None
+    """Newest step whose checkpoint may be restored; 0 begins anew, None takes the newest whole one."""
+    skip_samples: Ranges = ()
+    """Global sample ordinals that are passed over."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -48,7 +59,8 @@ class RankRequest:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RankRequest":
         """From what to_json gave."""
-        return cls(**values)
+        ranges = tuple((int(first), int(stop)) for first, stop in values["skip_samples"])
+        return cls(**{**values, "skip_samples": ranges})
 
 
 class StopFlag:
@@ -70,10 +82,11 @@ class StopFlag:
 class ShellLink:
     """The rank's end of the channel to its shell."""
 
-    def __init__(self, channel: socket.socket, stop: StopFlag) -> None:
+    def __init__(self, channel: socket.socket, stop: StopFlag, faults: RankFaults) -> None:
         """Listen in a thread, so that a stop request needs no signal and an address can be waited for."""
         self._channel = channel
         self._stop = stop
+        self._faults = faults
         self._address: tuple[str, int] | None = None
         self._has_address = threading.Event()
         threading.Thread(target=self._listen, name="shell-link", daemon=True).start()
@@ -103,17 +116,26 @@ class ShellLink:
                 self._has_address.set()
             elif message["event"] == "terminate":
                 self._stop.set()
+            elif message["event"] == "dump":
+                dump_collectives(Path(message["path"]), Path(message["groups_path"]))
+            elif message["event"] == "fault":
+                self._faults.ask(message["fault"])
 
 
 def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
     """Body of a forked rank; returns its exit code. Called in the child right after the fork."""
     stop = StopFlag()
     signal.signal(signal.SIGTERM, stop.set)
-    link = ShellLink(channel, stop)
+    faults = RankFaults()
+    link = ShellLink(channel, stop, faults)
     try:
         _redirect_output(Path(request.log_path))
         faulthandler.enable()
-        outcome = train_rank(request, lambda: _open_store(request, link), stop)
+
+        def tell(finding: "Finding") -> None:
+            link.send("signal", **finding.to_json())
+
+        outcome = train_rank(request, lambda: _open_store(request, link), stop, tell, faults)
     except BaseException as error:
         traceback.print_exc()
         link.send("error", **describe_error(error))
@@ -122,18 +144,59 @@ def run_forked_rank(request: RankRequest, channel: socket.socket) -> int:
     return 0
 
 
-def train_rank(request: RankRequest, open_store: Callable[[], "Store"], stop: StopFlag) -> str:
-    """Train from the newest verified checkpoint to the end; returns "finished" or "stopped". Collective."""
+def train_rank(
+    request: RankRequest,
+    open_store: Callable[[], "Store"],
+    stop: StopFlag,
+    tell: "Callable[[Finding], None]",
+    faults: RankFaults | None = None,
+) -> str:
+    """Train from the newest verified checkpoint to the end; returns "finished" or "stopped". Collective.
+
+    Args:
+        request: everything that the rank must be told.
+        open_store: where the ranks of this generation meet.
+        stop: asked once a step.
+        tell: takes what rank 0 finds out about the training; from any thread.
+        faults: of a drill.
+    """
     from service.rank_training import train_from_newest_checkpoint
 
-    return train_from_newest_checkpoint(request, open_store, stop)
+    return train_from_newest_checkpoint(request, open_store, stop, faults or RankFaults(), tell)
+
+
+def dump_collectives(path: Path, groups_path: Path) -> None:
+    """Write this process's flight recorder, as far as this build of torch has one. Any thread, any moment.
+
+    NCCL's where there is one, else that of the other backends. Whoever asks waits for no answer: it looks
+    whether the file is there. Stacks are left out: taking them can lock up beside a stuck thread.
+
+    Args:
+        path: takes the recorder's own bytes.
+        groups_path: takes the ranks of each of this process's groups by name, as JSON.
+    """
+    from torch._C import _distributed_c10d
+    from torch.distributed import distributed_c10d
+
+    made = list(distributed_c10d._world.pg_map)
+    members = {group.group_name: distributed_c10d.get_process_group_ranks(group) for group in made}
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    dump = dump or getattr(_distributed_c10d, "_dump_fr_trace", None)
+    if dump is None:
+        return
+    try:
+        groups_path.write_text(json.dumps(members))
+        path.with_suffix(".part").write_bytes(dump(True, False, False))
+        path.with_suffix(".part").replace(path)
+    except (OSError, RuntimeError) as error:
+        sys.stderr.write(f"the flight recorder could not be written to {path}: {error}\n")
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """What the shell reports of an exception."""
     from torch.distributed import DistError
 
-    from jobs.errors import CheckpointError, DataError, NumericError, SpecError
+    from jobs.errors import CheckpointError, DataError, NumericEchoError, NumericError, SpecError
     from ops.checkpoint.manifest import CorruptCheckpointError
 
     classes: tuple[tuple[type[BaseException], str], ...] = (
@@ -145,7 +208,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         (MemoryError, "host_out_of_memory"),
         (ImportError, "environment"),
     )
-    from_communication = isinstance(error, DistError) or type(error) is TimeoutError
+    from_communication = isinstance(error, DistError | NumericEchoError) or type(error) is TimeoutError
     failure_class = next((name for kind, name in classes if isinstance(error, kind)), "")
     if not failure_class and type(error).__name__ == "OutOfMemoryError":
         failure_class = "gpu_out_of_memory"

@@ -5,6 +5,7 @@ Everything in this file is collective: each rank of the generation goes through 
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,40 @@ from jobs.seeds import seed_rank
 from jobs.spec.compare import model_fingerprint
 from jobs.spec.job import JobSpec
 from jobs.trainer import train
+from ops.black_box import Phase
 from ops.checkpoint.huggingface import read_huggingface
 from ops.checkpoint.layout import CHECKPOINTS_DIR
 from ops.checkpoint.manifest import Identity
 from ops.checkpoint.writer import Peers
+from ops.findings import Finding
 from ops.ledger import LedgerWriter
-from service.checkpoint_hook import CheckpointHook, restore
+from ops.rollback import merged
+from service.board import Board
+from service.checkpoint_hook import CheckpointHook, Record, restore
+from service.digest_hook import DigestHook
+from service.fault_hook import FaultHook
+from service.loss_hook import LossHook
+from service.rank_box import BlackBoxHook, EvaluationHook, RankBox
+from service.rank_faults import RankFaults
 from service.rank_hooks import MetricsHook, TitleHook, measure_peak_tflops
 from service.rank_process import RankRequest, StopFlag
-from service.run_store import read_spec
+from service.run_store import read_spec, recent_steps
+from service.straggler_hook import StragglerHook
 
 
 def train_from_newest_checkpoint(
-    request: RankRequest, open_store: Callable[[], Store], stop: StopFlag
+    request: RankRequest,
+    open_store: Callable[[], Store],
+    stop: StopFlag,
+    faults: RankFaults,
+    tell: Callable[[Finding], None],
 ) -> str:
     """Train to the end of the spec or to a stop request; returns "finished" or "stopped". Collective."""
+    box_dir = Path(request.box_dir) if request.box_dir else None
+    box = RankBox(box_dir, request.attempt, request.generation, request.rank)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {request.rank} %(message)s", force=True)
     run_dir = Path(request.run_dir)
-    spec = read_spec(run_dir)
+    spec = read_spec(run_dir, request.attempt)
     title = TitleHook(run_dir.name, request.rank)
     title.show("init")
     torch.set_num_threads(spec.resources.threads_per_rank)
@@ -57,13 +74,16 @@ def train_from_newest_checkpoint(
         timeout_s=spec.resilience.collective_timeout_s,
         kv_replicas=kv_replicas(spec.model, spec.strategy.mesh),
     )
+    box.follow_collectives(groups)
     seed_rank(spec.run.seed, request.rank)
     engine = build_engine(spec, groups, device)
-    source = BatchSource(load_prepared(Path(request.data_dir)), spec, groups.dp.size, groups.dp.rank)
     title.show("load")
+    box.enter(Phase.LOAD)
     ledger = LedgerWriter(run_dir / "ledger" / f"rank-{request.rank:05d}.jsonl")
     record = partial(_record, ledger, {"attempt": request.attempt, "generation": request.generation})
-    progress = _start_point(spec, run_dir, engine, groups, record, device)
+    progress = _start_point(spec, request, engine, groups, record, device)
+    prepared = load_prepared(Path(request.data_dir))
+    source = BatchSource(prepared, spec, groups.dp.size, groups.dp.rank, progress.skipped_samples)
     saving = CheckpointHook(
         spec.checkpoint,
         run_dir / CHECKPOINTS_DIR,
@@ -76,12 +96,23 @@ def train_from_newest_checkpoint(
         Peers(request.rank, request.world_size, PrefixStore("saves", store)),
         record,
         device,
+        box.blocking_save,
     )
-    hooks: list[Hook] = [title, *_metrics(spec, request, device), saving]
+    board = Board(PrefixStore("board", store), request.rank, request.world_size)
+    hooks: list[Hook] = [
+        BlackBoxHook(box, faults.strike),
+        title,
+        *_metrics(spec, request, device),
+        *_detectors(spec, request, board, tell, record),
+        FaultHook(faults, run_dir / "control", spec.train.global_batch_size, record),
+        saving,
+        *_evaluation(spec, box),
+    ]
     outcome = train(spec, engine, source, progress, hooks, groups, stop)
     if request.rank == 0:
         record("training_ended", {"outcome": outcome.kind, "step": outcome.progress.step})
     ledger.close()
+    box.end()
     destroy_groups(groups)
     return outcome.kind
 
@@ -97,24 +128,34 @@ def _device(spec: JobSpec, local_rank: int) -> torch.device:
 
 def _start_point(
     spec: JobSpec,
-    run_dir: Path,
+    request: RankRequest,
     engine: Engine,
     groups: Groups,
     record: Callable[[str, dict[str, Any]], None],
     device: torch.device,
 ) -> Progress:
-    """The newest verified checkpoint, else the weights that the spec names, else a fresh start."""
+    """The newest verified checkpoint, else the weights that the spec names, else a fresh start.
+
+    What earlier rollbacks passed over stays passed over, whether or not the checkpoint knows of it.
+    """
 
     def lr_of_step(step: int) -> float:
         return lr_at(spec.optim, spec.train.steps, step)
 
     progress = restore(
-        engine, run_dir / CHECKPOINTS_DIR, groups, model_fingerprint(spec.model), lr_of_step, record, device
+        engine,
+        Path(request.run_dir) / CHECKPOINTS_DIR,
+        groups,
+        model_fingerprint(spec.model),
+        lr_of_step,
+        record,
+        device,
+        request.restore_before,
     )
     if progress.step == 0 and spec.train.init_from is not None:
         read_huggingface(Path(spec.train.init_from), engine.chunks(), spec.model)
         engine.after_load(lr_of_step(0))
-    return progress
+    return replace(progress, skipped_samples=merged([*progress.skipped_samples, *request.skip_samples]))
 
 
 def _metrics(spec: JobSpec, request: RankRequest, device: torch.device) -> list[Hook]:
@@ -124,6 +165,26 @@ def _metrics(spec: JobSpec, request: RankRequest, device: torch.device) -> list[
         return []
     path = Path(request.run_dir) / "metrics.jsonl"
     return [MetricsHook(spec, path, request.attempt, request.generation, peak)]
+
+
+def _detectors(
+    spec: JobSpec, request: RankRequest, board: Board, tell: Callable[[Finding], None], record: Record
+) -> list[Hook]:
+    """What looks at the training itself: every rank measures, rank 0 judges."""
+    rules, mesh, rank = spec.resilience, spec.strategy.mesh, request.rank
+    hooks: list[Hook] = []
+    if rank == 0:
+        hooks.append(LossHook(recent_steps(Path(request.run_dir)), tell))
+    if rules.digest_every_steps is not None:
+        hooks.append(DigestHook(board, mesh, rank, rules.digest_every_steps, tell, record))
+    if rules.straggler_window_steps is not None and request.world_size > 1:
+        hooks.append(StragglerHook(board, mesh, rank, rules.straggler_window_steps, tell))
+    return hooks
+
+
+def _evaluation(spec: JobSpec, box: RankBox) -> list[Hook]:
+    every_steps = spec.train.evaluate_every_steps
+    return [] if every_steps is None else [EvaluationHook(box, every_steps)]
 
 
 def _record(ledger: LedgerWriter, who: dict[str, int], kind: str, fields: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ops.incident_rows import handling_words
 from ops.losses import IncidentBill
 from ops.report import CheckpointNote, Report
 from ops.tracking.params import masked_spec
@@ -154,7 +155,9 @@ def _incidents(bills: Iterable[IncidentBill]) -> str:
             f'<tr class="joined"><td>{number}</td><td>{escape(event.text("class"))}</td>'
             f"<td>{escape(event.text('culprit'))}</td>"
             f'<td class="n">{event.integer("step"):,}</td><td>{escape(event.text("action"))}'
-            f'<div class="quiet">{escape(reason)}</div></td><td class="n">{bill.detect_s:.2f} s</td>'
+            f'<div class="quiet">{escape(reason)}</div>'
+            f'<div class="quiet">{escape(handling_words(event))}</div></td>'
+            f'<td class="n">{bill.detect_s:.2f} s</td>'
             f'<td class="n">{bill.decide_s:.2f} s</td><td class="n">{bill.relaunch_s:.2f} s</td>'
             f'<td class="n">{bill.reload_s:.2f} s</td><td class="n">{bill.redo_s:.2f} s</td>'
             f'<td class="n">{bill.lost_steps:,}</td><td class="n">{bill.total_s:.2f} s</td></tr>'

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ops.incident_rows import handling_words
 from ops.report import Report
 from service.progress import duration_text
 from service.report_html import ettr_words, loss_text
@@ -77,7 +78,7 @@ def _phases(report: Report) -> Table:
 
 
 def _incidents(report: Report) -> Table:
-    heads = ("#", "class", "culprit", "step", "action", "to notice", "to train again", "lost steps")
+    heads = ("#", "class", "culprit", "step", "action", "to notice", "to train again", "lost steps", "how")
     table = Table(*heads, title="incidents", title_justify="left", box=None)
     for number, bill in enumerate(report.bills, start=1):
         event = bill.event
@@ -90,6 +91,7 @@ def _incidents(report: Report) -> Table:
             f"{bill.detect_s:.2f} s",
             f"{bill.restart_s:.2f} s",
             str(bill.lost_steps),
+            Text(handling_words(event)),
         )
     return table
 

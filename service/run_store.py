@@ -1,6 +1,6 @@
 """The folder of a run: where everything of it lies, its state file, and how to find runs. Starts nothing.
 
-<storage>/<run id>/  spec.json  run.json  control/  ledger/  metrics.jsonl  logs/  checkpoints/
+<storage>/<run id>/  spec.json  run.json  control/  ledger/  metrics.jsonl  logs/  checkpoints/  attempts/
 report.html  loss.png
 """
 
@@ -124,14 +124,31 @@ def create_run(spec: JobSpec, run_dir: Path) -> RunState:
     return state
 
 
-def read_spec(run_dir: Path) -> JobSpec:
+def read_spec(run_dir: Path, attempt: int | None = None) -> JobSpec:
     """The resolved spec: the truth of the run.
+
+    Args:
+        run_dir: folder of the run.
+        attempt: one that has a smaller layout gives the spec that it runs with.
 
     Raises:
         SpecError: it is missing or damaged.
     """
     file = run_dir / "spec.json"
+    if attempt is not None and (own := _attempt_spec(run_dir, attempt)).exists():
+        file = own
     return spec_from_json(read_text(file), str(file))
+
+
+def write_attempt_spec(run_dir: Path, attempt: int, spec: JobSpec) -> None:
+    """Keep what an attempt runs with that has another layout than the run."""
+    file = _attempt_spec(run_dir, attempt)
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, resolved_json(spec))
+
+
+def _attempt_spec(run_dir: Path, attempt: int) -> Path:
+    return run_dir / "attempts" / f"attempt-{attempt:03d}.json"
 
 
 def read_state(run_dir: Path) -> RunState:
@@ -254,24 +271,49 @@ def last_step(run_dir: Path) -> int:
     return int(record["step"]) if record else 0
 
 
+def next_sample(run_dir: Path) -> int | None:
+    """Global ordinal of the sample after those of the last step that was written; None before the first."""
+    record = _last_step_line(run_dir)
+    return int(record["sample_ordinal"]) if record else None
+
+
 def last_sign_of_life(run_dir: Path, otherwise: float) -> float:
     """When the last step was written (unix seconds): ranks that vanish leave no later trace."""
     record = _last_step_line(run_dir)
     return float(record["at"]) if record else otherwise
 
 
+def steps_of_ranks(run_dir: Path, attempt: int, generation: int) -> int:
+    """Steps that one set of ranks has completed, counted as far back as the end of metrics.jsonl tells."""
+    count = 0
+    for record in _step_lines_backwards(run_dir):
+        if (record.get("attempt"), record.get("generation")) != (attempt, generation):
+            break
+        count += 1
+    return count
+
+
+def recent_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Step lines at the end of metrics.jsonl, oldest first: a hundred or more of a long run."""
+    return list(_step_lines_backwards(run_dir))[::-1]
+
+
 def _last_step_line(run_dir: Path) -> dict[str, Any] | None:
+    return next(_step_lines_backwards(run_dir), None)
+
+
+def _step_lines_backwards(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Step lines within the last 64 KiB of metrics.jsonl, the newest first."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
             lines = file.read().splitlines()
     except OSError:
-        return None
+        return
     for line in reversed(lines):
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and "grad_norm" in record:
-            return record
-    return None
+            yield record

@@ -1,12 +1,13 @@
 """From a loaded spec to the end of a run: checks, data, cluster, supervisor, report."""
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jobs.data.prepare import PreparedData, check_unchanged, check_validation, check_vocab, prepare
-from jobs.errors import SpecError
+from jobs.errors import PacktrainError, SpecError
 from jobs.spec.compare import announce_lr, compare_for_resume
 from jobs.spec.job import JobSpec
 from jobs.spec.load import load_spec, resolved_json
@@ -14,9 +15,12 @@ from ops.durable import write_atomically
 from ops.ledger import LedgerWriter
 from service.env import environment, get_env, is_inside_ray_job
 from service.lasting_output import lasting_output
+from service.metrics_server import MetricsServer
+from service.notice_feed import NoticeFeed
 from service.origin import find_source_root
 from service.preflight import ClusterFacts, check_before_start, embedded_cpus
 from service.progress import ProgressView
+from service.run_follower import RunFollower
 from service.run_report import finish_run
 from service.run_store import (
     FINISHED,
@@ -148,19 +152,23 @@ def _connect(spec: JobSpec, run_dir: Path, options: RunOptions, *, resume: bool)
 
 
 def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, say: Say) -> int:
-    from service.drill import KillAtStep
+    from service.drill import KillAtStep, RequestedDrills, drill_request
     from service.supervisor import Supervisor
 
     touch_lease(run_dir)
     write_state(run_dir, state)
     view = ProgressView(run_dir, spec.train.steps)
-    feed = TrackingFeed(run_dir, spec, view.say)
+    follower = RunFollower(run_dir)
+    feed = TrackingFeed(run_dir, spec, view.say, follower=follower)
     feed.start()
-    drills: list[KillAtStep] = []
+    notices = NoticeFeed(run_dir, spec.tracking.notify, follower, view.say, n_ranks=spec.world_size)
+    notices.start(environment())
+    drill_request(run_dir).unlink(missing_ok=True)  # of an earlier driver
+    drills: list[KillAtStep | RequestedDrills] = [RequestedDrills(run_dir, view.say)]
     if options.demo_kill:
-        drills = [
-            KillAtStep("rank_pid", round(0.45 * spec.train.steps), view.say),
-            KillAtStep("shell_pid", 2 * round(0.45 * spec.train.steps), view.say),
+        drills += [
+            KillAtStep("kill", round(0.45 * spec.train.steps), view.say),
+            KillAtStep("kill-shell", 2 * round(0.45 * spec.train.steps), view.say),
         ]
 
     def watch(supervisor: Supervisor) -> None:
@@ -170,9 +178,29 @@ def _drive(spec: JobSpec, run_dir: Path, state: RunState, options: RunOptions, s
 
     say(f"run {run_dir.name}: {spec.model.n_params:,} parameters, {spec.world_size} ranks, {run_dir}")
     code_dir = "" if is_inside_ray_job() else str(find_source_root())
+    with served_metrics(follower, spec, view.say):
+        try:
+            end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
+        finally:
+            view.close()
+        notices.close(end.status, end.error)
+        finish_run(run_dir, feed, end.status, options.export_dir, say)
+    return EXIT_CODES[end.status] if end.exit_code is None else end.exit_code
+
+
+@contextlib.contextmanager
+def served_metrics(follower: RunFollower, spec: JobSpec, say: Say) -> Iterator[None]:
+    """Serve the run's figures meanwhile, where the spec asks for it; where that fails it costs a line."""
+    server: MetricsServer | None = None
+    tracking = spec.tracking
+    if tracking.metrics_port:
+        try:
+            server = MetricsServer(follower, tracking.metrics_host, tracking.metrics_port)
+            say(f"metrics for Prometheus: http://{tracking.metrics_host}:{server.port}/metrics")
+        except PacktrainError as error:
+            say(f"warning: tracking.metrics_port: {error}; the run goes on without")
     try:
-        end = Supervisor(spec, run_dir, code_dir, view.say, watch).run()
+        yield
     finally:
-        view.close()
-    finish_run(run_dir, feed, end.status, options.export_dir, say)
-    return EXIT_CODES[end.status]
+        if server is not None:
+            server.close()

@@ -1,15 +1,17 @@
 """The attempt loop of a run: start an attempt, watch it, decide (by ops.policy) what comes next.
 
     while True:
-        wait for enough nodes -> attempt n = one fit() (in a thread) with one shell a rank
-        meanwhile: draw progress, keep the lease, look for stop requests, run drills
-        finished -> FINISHED      stopped -> STOPPED | PREEMPTED      failed -> FAILED
-        a shell, a node or the controller died -> incident -> policy -> attempt n + 1 | FAILED
+        wait for room on nodes that may be used -> attempt n = one fit() (in a thread) with one shell a rank
+        meanwhile: draw progress, keep the lease, look for stop requests and at the nodes, run drills
+        finished -> FINISHED      stopped -> STOPPED | PREEMPTED      decided to STOP -> FAILED
+        decided to go on elsewhere, or smaller, or full again -> attempt n + 1
+        a shell, a node or the controller died -> incident -> decision -> attempt n + 1 | FAILED
 
 Failures of ranks inside a living attempt are the coordinator's. Everything that must survive this process
 is in the run folder, so a killed driver is followed by `packtrain resume`.
 """
 
+import contextlib
 import secrets
 import signal
 import threading
@@ -23,13 +25,19 @@ import ray
 
 from jobs.engines.preload import preload_modules
 from jobs.spec.job import JobSpec
-from ops.decision import Action
+from ops.decision import Action, Decision
 from ops.durable import write_atomically
 from ops.incident import FailureClass, Incident
 from ops.ledger import LedgerWriter
-from service.cluster import capacity, is_own_node_alive, release_placement_groups, wait_until_fits
-from service.coordinator import AttemptOutcome
+from ops.node_book import NodeBook
+from ops.quarantine import Fleet
+from service.cluster import is_own_node_alive, release_placement_groups
+from service.decisions import Decider
 from service.launch import FitFailure, coordinator_actor, run_attempt
+from service.node_agent import AgentConfig, start_agents
+from service.node_watch import NodeWatch
+from service.orders import AttemptOutcome
+from service.room import Room, Start, live_places
 from service.run_store import (
     FAILED,
     FINISHED,
@@ -41,11 +49,15 @@ from service.run_store import (
     read_state,
     stop_request,
     touch_lease,
+    write_attempt_spec,
     write_state,
 )
 from service.worker import ShellConfig
 
 POLL_S = 0.2
+ROOM_POLL_S = 0.1
+QUIET_WAIT_S = 2.0
+"""Nodes are not waited for before so long: what an attempt held is being given back."""
 SHELLS_END_LIMIT_S = 60.0
 NODE_DEATH_LIMIT_S = 15.0
 """How long Ray may take to call a node dead whose workers are already gone."""
@@ -57,6 +69,8 @@ class RunEnd:
 
     status: str
     error: str = ""
+    exit_code: int | None = None
+    """Of the process; None: by the status."""
 
 
 class Supervisor:
@@ -91,6 +105,10 @@ class Supervisor:
         self._stop_asked_at: float | None = None
         self._is_abandoned = False
         self._is_watch_broken = False
+        self._decision: Decision | None = None
+        """The last that led to a new attempt."""
+        self._room = Room(spec)
+        self._book = NodeBook(run_dir.parent)
         self._is_awaiting_nodes = False
         self._fit: threading.Thread | None = None
         self._coordinator: Any = None
@@ -117,6 +135,10 @@ class Supervisor:
         found: dict[int, dict[str, Any]] = ray.get(self._coordinator.processes.remote())
         return found
 
+    def order_fault(self, fault: str, rank: int) -> None:
+        """Have a rank of the attempt fail on purpose."""
+        ray.get(self._coordinator.order_fault.remote(fault, rank))
+
     def note(self, kind: str, **fields: Any) -> None:
         """Write an event of the driver's own to the ledger."""
         self._ledger.write(kind, **fields)
@@ -132,18 +154,18 @@ class Supervisor:
     def _attempts_under_coordinators(self) -> RunEnd:
         """Attempts, with a new coordinator whenever it, or Ray on this node, is lost."""
         n_lost = 0
-        while True:
+        while True:  # ends, since the policy counts the losses
             name = f"coordinator-{self.run_dir.name}-{self._token}-{n_lost}"
             try:
                 with coordinator_actor(self.run_dir, self._spec, name) as self._coordinator:
                     return self._attempts(name)
             except (ray.exceptions.RayError, ConnectionError) as error:
                 n_lost += 1
-                end = self._after_losing_ray(str(error), n_lost)
+                end = self._after_losing_ray(str(error))
                 if end is not None:
                     return end
 
-    def _after_losing_ray(self, evidence: str, n_lost: int) -> RunEnd | None:
+    def _after_losing_ray(self, evidence: str) -> RunEnd | None:
         """What follows when the coordinator died: with the shells' own end it is safe to begin again.
 
         Without Ray on its own node the driver cannot go on, and Ray soon ends it: that is for resume.
@@ -151,31 +173,32 @@ class Supervisor:
         noticed_at = time.time()
         is_node_alive = is_own_node_alive()
         culprit = "coordinator" if is_node_alive else "Ray on the driver's node"
+        decider = Decider(self.run_dir, self._spec.resilience, self._ledger)
+        incident = Incident(
+            failure_class=FailureClass.WORKER_KILLED if is_node_alive else FailureClass.NODE_LOST,
+            culprit=culprit,
+            evidence=evidence,
+            step=last_step(self.run_dir),
+            failed_at=last_sign_of_life(self.run_dir, noticed_at),
+            detected_at=noticed_at,
+            generation=(self._state.attempts - 1, 0),
+        )
+        decision = decider.decide(
+            incident,
+            shells_alive=False,
+            available=frozenset({Action.RESTART, Action.STOP} if is_node_alive else {Action.STOP}),
+        )
+        self._ledger.write("attempt_ended", attempt=self._state.attempts - 1, outcome="lost", error=culprit)
         end: RunEnd | None = None
         if self._is_stop_asked():
             end = self._stopped("ended before it could save")
-        elif n_lost > self._spec.resilience.max_attempts:
-            end = RunEnd(FAILED, f"{culprit} was lost {n_lost} times: {evidence}")
         elif not is_node_alive:
             end = RunEnd(
                 FAILED,
                 f"{culprit} is gone; go on with packtrain resume {self.run_dir.name}\n{evidence}",
             )
-        failure_class = FailureClass.WORKER_KILLED if is_node_alive else FailureClass.NODE_LOST
-        named: dict[str, Any] = {"class": failure_class.value}
-        self._ledger.write(
-            "incident",
-            **named,
-            culprit=culprit,
-            action=(Action.RESTART if end is None else Action.STOP).value,
-            reason=f"lost {n_lost} of {self._spec.resilience.max_attempts} times",
-            step=last_step(self.run_dir),
-            failed_at=last_sign_of_life(self.run_dir, noticed_at),
-            detected_at=noticed_at,
-            evidence=evidence[-4000:],
-            attempt=self._state.attempts - 1,
-        )
-        self._ledger.write("attempt_ended", attempt=self._state.attempts - 1, outcome="lost", error=culprit)
+        elif decision.action is Action.STOP:
+            end = RunEnd(FAILED, f"{decision.reason}\n{evidence}", decision.exit_code)
         if end is None:
             if self._fit is not None:  # the shells return when nobody gives them orders
                 self._fit.join(SHELLS_END_LIMIT_S)
@@ -184,14 +207,19 @@ class Supervisor:
 
     def _attempts(self, coordinator_name: str) -> RunEnd:
         while True:
-            limit_s = self._spec.resilience.wait_for_nodes_s
-            if not wait_until_fits(self._spec, limit_s, self._gives_up_waiting):
+            start = self._await_room()
+            if start is None:
                 return self._end_without_nodes()
-            self._is_awaiting_nodes = False
             attempt = self._state.attempts
             self._keep(replace(self._state, attempts=attempt + 1))
-            self._ledger.write("attempt_started", attempt=attempt, world_size=self._spec.world_size)
-            failure, outcome = self._one_attempt(attempt, coordinator_name)
+            self._ledger.write(
+                "attempt_started",
+                attempt=attempt,
+                world_size=start.spec.world_size,
+                layout=start.spec.strategy.mesh.factors,
+                exclude=list(start.off),
+            )
+            failure, outcome = self._one_attempt(attempt, start, coordinator_name)
             self._ledger.write(
                 "attempt_ended",
                 attempt=attempt,
@@ -203,32 +231,38 @@ class Supervisor:
                 return end
             release_placement_groups()
 
-    def _one_attempt(self, attempt: int, name: str) -> tuple[FitFailure | None, AttemptOutcome]:
+    def _one_attempt(self, attempt: int, start: Start, name: str) -> tuple[FitFailure | None, AttemptOutcome]:
+        spec = start.spec
+        if spec.world_size != self._spec.world_size:
+            write_attempt_spec(self.run_dir, attempt, spec)
         config = ShellConfig(
             run_dir=str(self.run_dir),
             data_dir=self._state.data_dir,
             attempt=attempt,
             coordinator=name,
             namespace="packtrain",
-            preload=(*preload_modules(self._spec.strategy.kind), "service.rank_training"),
+            preload=(*preload_modules(spec.strategy.kind), "service.rank_training"),
             code_dir=self._code_dir,
             token=self._token,
         )
-        begun = self._coordinator.begin_attempt.remote(attempt, self._spec.world_size)
+        begun = self._coordinator.begin_attempt.remote(attempt, spec.world_size)
         ended: list[FitFailure | None] = []
         fit = threading.Thread(
-            target=lambda: ended.append(run_attempt(self._spec, config, self.run_dir)),
+            target=lambda: ended.append(run_attempt(spec, config, self.run_dir, start.selector)),
             name=f"fit-{attempt}",
             daemon=True,
         )
         fit.start()
         self._fit = fit
         ray.get(begun)
-        while fit.is_alive():
-            fit.join(POLL_S)
-            touch_lease(self.run_dir)
-            self._look()
-            self._pass_on_stop()
+        self._nodes = NodeWatch(self._coordinator, self._room, spec.world_size, self.run_dir, self.note)
+        agents = AgentConfig(str(self.run_dir), attempt, name, "packtrain")
+        with self._nodes.watching(), start_agents(self._coordinator, agents):
+            while fit.is_alive():
+                fit.join(POLL_S)
+                touch_lease(self.run_dir)
+                self._look()
+                self._pass_on_stop()
         failure = ended[0] if ended else FitFailure("controller", "the thread that ran fit() died")
         return failure, ray.get(self._coordinator.outcome.remote())
 
@@ -244,21 +278,25 @@ class Supervisor:
                 self._say(f"progress cannot be shown: {type(error).__name__}: {error}")
 
     def _next(self, failure: FitFailure | None, outcome: AttemptOutcome) -> RunEnd | None:
-        match outcome.kind:
-            case "finished":
-                return RunEnd(FINISHED)
-            case "stopped":
-                return self._stopped()
-            case "failed":
-                return RunEnd(FAILED, outcome.error)
+        decision = outcome.decision
+        if outcome.kind == "finished":
+            return RunEnd(FINISHED)
+        if outcome.kind == "stopped" and (decision is None or self._is_stop_asked()):
+            return self._stopped()
+        if outcome.kind == "failed" and (decision is None or decision.action is Action.STOP):
+            return RunEnd(FAILED, outcome.error, decision.exit_code if decision else None)
         if self._is_stop_asked():
             return self._stopped("ended before it could save")
-        incident = self._name_incident(
-            failure or FitFailure("worker", "the shells returned without a verdict")
-        )
-        action, reason = ray.get(self._coordinator.record_incident.remote(incident))
-        if action is Action.STOP:
-            return RunEnd(FAILED, f"{reason}\n{incident.evidence}")
+        if decision is None:
+            lost = failure or FitFailure("worker", "the shells returned without a verdict")
+            incident = self._name_incident(lost)
+            self._nodes.tell()
+            made: Decision = ray.get(self._coordinator.record_incident.remote(incident))
+            if made.action is Action.STOP:
+                return RunEnd(FAILED, f"{made.reason}\n{incident.evidence}", made.exit_code)
+            decision = made
+        self._decision = decision
+        self._room.keep_off(decision.exclude, live_places(self._spec.resources))
         return None
 
     def _name_incident(self, failure: FitFailure) -> Incident:
@@ -271,7 +309,9 @@ class Supervisor:
             places = self.processes()
             lost = self._lost_nodes({p["node_id"]: p["node"] for p in places.values()}, failure)
             if lost:
-                failure_class, culprit = FailureClass.NODE_LOST, f"node {', '.join(lost)}"
+                is_foretold = set(lost) <= self._nodes.draining
+                failure_class = FailureClass.PREEMPTION if is_foretold else FailureClass.NODE_LOST
+                culprit = f"node {', '.join(lost)}"
             else:
                 shells = [
                     f"shell of rank {r} (node {places[r]['node'] if r in places else 'unknown'})"
@@ -292,7 +332,7 @@ class Supervisor:
 
         A raylet that reports the death of a worker is alive itself: then there is nothing to wait for.
         """
-        may_be_node = "worker process has died" not in failure.text and capacity().n_nodes > 1
+        may_be_node = "worker process has died" not in failure.text and len(nodes) > 1
         deadline = time.monotonic() + (NODE_DEATH_LIMIT_S if may_be_node else 0.0)
         while True:
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -301,17 +341,41 @@ class Supervisor:
                 return lost
             time.sleep(0.25)
 
+    # ------------------------------------------------------------------ room
+
+    def _await_room(self) -> Start | None:
+        """What the next attempt runs with, once there is room for it; None where waiting was given up."""
+        begun = time.monotonic()
+        while True:
+            have = live_places(self._spec.resources)
+            waited_s = time.monotonic() - begun
+            start = self._room.start(have, self._fleet(), self._decision, waited_s)
+            if start is not None:
+                self._is_awaiting_nodes = False
+                return start
+            if waited_s > self._spec.resilience.wait_for_nodes_s or self._gives_up_waiting(waited_s):
+                return None
+            time.sleep(ROOM_POLL_S if waited_s < QUIET_WAIT_S else 0.5)
+
+    def _fleet(self) -> Fleet:
+        with contextlib.suppress(OSError):  # a book that cannot be read holds nobody out
+            return self._book.fleet()
+        return Fleet()
+
+    def _gives_up_waiting(self, waited_s: float) -> bool:
+        """Keep the lease while no attempt runs; whether to wait no longer."""
+        touch_lease(self.run_dir)
+        if not self._is_awaiting_nodes and waited_s > QUIET_WAIT_S:
+            self._is_awaiting_nodes = True
+            self._ledger.write("nodes_awaited", world_size=self._spec.world_size)
+        return self._is_stop_asked()
+
     def _end_without_nodes(self) -> RunEnd:
         if self._is_stop_asked():
             return self._stopped()
-        have, needs = capacity(), self._spec.resources
-        return RunEnd(
-            FAILED,
-            f"no room for {self._spec.world_size} workers of {needs.cpus_per_worker:g} CPUs and "
-            f"{needs.gpus_per_worker} GPUs: the {have.n_nodes} live nodes have {have.cpus:g} CPUs and "
-            f"{have.gpus:g} GPUs, and none came within resilience.wait_for_nodes_s="
-            f"{self._spec.resilience.wait_for_nodes_s:g}",
-        )
+        why = self._room.shortage(live_places(self._spec.resources), self._fleet())
+        limit_s = self._spec.resilience.wait_for_nodes_s
+        return RunEnd(FAILED, f"{why}, and no more came within resilience.wait_for_nodes_s={limit_s:g}")
 
     # ------------------------------------------------------------------ stopping
 
@@ -320,14 +384,6 @@ class Supervisor:
 
     def _stopped(self, error: str = "") -> RunEnd:
         return RunEnd(PREEMPTED if signal.SIGTERM in self._signals else STOPPED, error)
-
-    def _gives_up_waiting(self) -> bool:
-        """Keep the lease while no attempt runs; whether to wait no longer."""
-        touch_lease(self.run_dir)
-        if not self._is_awaiting_nodes:
-            self._is_awaiting_nodes = True
-            self._ledger.write("nodes_awaited", world_size=self._spec.world_size)
-        return self._is_stop_asked()
 
     def _is_stop_asked(self) -> bool:
         return bool(self._signals) or stop_request(self.run_dir).exists()

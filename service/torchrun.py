@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from jobs.data.prepare import prepare
 from jobs.spec.job import JobSpec
 from jobs.spec.load import load_spec
+from ops.findings import Finding
 from ops.ledger import LedgerWriter
 from service.env import environment
 from service.preflight import check_before_start
@@ -86,14 +87,19 @@ def main(arguments: list[str]) -> int:
         return PrefixStore(f"packtrain/{generation}", shared)
 
     if request.rank != 0:
-        train_rank(request, open_store, stop)
+        train_rank(request, open_store, stop, _say)
         return 0
     with _driving(Path(run_dir)):
-        outcome = train_rank(request, open_store, stop)
+        outcome = train_rank(request, open_store, stop, _say)
         status = FINISHED if outcome == "finished" else STOPPED
         LedgerWriter(Path(run_dir) / "ledger" / "driver.jsonl").write("run_ended", status=status)
         write_state(Path(run_dir), replace(read_state(Path(run_dir)), status=status))
     return 0
+
+
+def _say(finding: Finding) -> None:
+    """Nobody decides here: what the ranks find is in their output."""
+    sys.stderr.write(f"{finding.detector}: {finding.signal.text}\n")
 
 
 @contextlib.contextmanager

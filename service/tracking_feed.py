@@ -23,8 +23,10 @@ from jobs.spec.job import JobSpec
 from ops.ledger import METRICS_FILE
 from ops.tracking.base import TrackingRefusedError, TrackingUnavailableError
 from ops.tracking.mlflow import shown_uri
+from ops.tracking.points import goodput_figures
 from ops.tracking.pump import MlflowPump
 from service.provenance import collect_environment
+from service.run_follower import RunFollower
 from service.tracking_run import (
     CLOSING_REQUEST_LIMIT_S,
     REQUEST_LIMIT_S,
@@ -41,7 +43,7 @@ MAX_WAIT_S = 60.0
 """Longest pause between two tries while the server is down."""
 CLOSING_WAIT_S = 1.0
 """Pause between two tries while the driver waits for the end."""
-SYSTEM_EVERY_S = 15.0
+SAMPLES_EVERY_S = 15.0
 
 
 class TrackingFeed:
@@ -55,6 +57,7 @@ class TrackingFeed:
         *,
         source_dir: Path | None = None,
         interval_s: float = 5.0,
+        follower: RunFollower | None = None,
     ) -> None:
         """Nothing starts yet.
 
@@ -64,12 +67,14 @@ class TrackingFeed:
             say: shows one line to the user; called from the thread.
             source_dir: folder whose git state is recorded; None takes the one that holds this package.
             interval_s: pause between two portions.
+            follower: of the run; with it goodput is told on the way, too.
         """
         self._dir = run_dir
         self._spec = spec
         self._say = say
         self._source_dir = source_dir or Path(__file__).resolve().parent.parent
         self._interval_s = interval_s
+        self._follower = follower
         self._shown_uri = shown_uri(tracking_uri(run_dir, spec))
         self._pump: MlflowPump | None = None
         self._wake = threading.Event()
@@ -164,9 +169,14 @@ class TrackingFeed:
         if self._final_status:
             settle_run(pump, self._dir, self._spec, self._final_status)
             self._is_settled = True
-        elif time.monotonic() - self._sampled_mono_s > SYSTEM_EVERY_S:
+        elif time.monotonic() - self._sampled_mono_s > SAMPLES_EVERY_S:
             self._sampled_mono_s = time.monotonic()
-            pump.send_system(system_figures(self._dir), time.time())
+            now, figures = time.time(), system_figures(self._dir)
+            if self._follower is not None:
+                accounted = self._follower.accounted(now)
+                figures |= goodput_figures(accounted)
+                pump.send_bills(accounted.bills)
+            pump.send_samples(figures, now)
 
     def _pause(self, n_failures: int) -> None:
         """Until the next portion is due, or close or flush asks for it."""

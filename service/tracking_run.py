@@ -11,13 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jobs.errors import SpecError
 from jobs.spec.job import JobSpec
+from ops.incident_rows import incident_table
 from ops.ledger import METRICS_FILE, read_ledger
+from ops.metric_values import Accounted
 from ops.tracking.cursor import load_cursor
 from ops.tracking.mlflow import embedded_uri, shown_uri
 from ops.tracking.params import flatten_params, masked_spec
-from ops.tracking.pump import STATE_FILE, MlflowPump
+from ops.tracking.points import goodput_figures
+from ops.tracking.pump import INCIDENTS_FILE, STATE_FILE, MlflowPump
 from service.env import get_env, set_env
+from service.run_follower import RunFollower
 
 REQUEST_LIMIT_S = 30
 """Limit of one request while nobody waits for it."""
@@ -30,6 +35,7 @@ ARTIFACTS = (
     "loss.png",
     "tracking/spec.json",
     "tracking/events.json",
+    str(INCIDENTS_FILE),
 )
 QUIET_DEFAULTS = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 """Nothing goes to MLflow's makers, and MLflow must not repeat requests by itself: its callers here do."""
@@ -99,12 +105,20 @@ def settle_run(pump: MlflowPump, run_dir: Path, spec: JobSpec, status: str) -> N
     events = read_ledger(run_dir)
     lines = [{"at": e.at, "kind": e.kind, "writer": e.writer, **e.fields} for e in events]
     names = dict(pump.cursor.mapped_names)
+    accounted: Accounted | None = None
+    with contextlib.suppress(OSError, SpecError):
+        accounted = RunFollower(run_dir).accounted(time.time())
+        table = json.dumps(incident_table(accounted.bills), indent=1)
+        (run_dir / INCIDENTS_FILE).write_text(table)
     with contextlib.suppress(OSError):
         text = json.dumps({"events": lines, "mapped_metric_names": names}, indent=1)
         (run_dir / "tracking" / "events.json").write_text(text)
         shown = json.dumps(masked_spec(spec.model_dump(mode="json")), indent=2)
         (run_dir / "tracking" / "spec.json").write_text(shown)
     at = max((event.at for event in events), default=time.time())
+    if accounted is not None:
+        pump.send_bills(accounted.bills)
+        pump.send_samples(goodput_figures(accounted), at)
     pump.finish(status, at, [run_dir / name for name in ARTIFACTS])
 
 

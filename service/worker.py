@@ -5,6 +5,8 @@
       join the coordinator, then for each order:
         start      fork a rank process
         store      tell the rank where its generation meets
+        fault      fail on purpose, in a drill
+        witness    have the hung rank write its flight recorder, and take its stacks
         kill       SIGKILL the rank (it may hang in a collective of a dead peer)
         terminate  SIGTERM the rank: save and leave
         end        kill what is left, return
@@ -22,7 +24,7 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,17 @@ from ray.train.backend import BackendConfig
 
 from jobs.spec.job import JobSpec
 from ops.diagnosis.rank_exits import RankExit
-from service.coordinator import Order, ShellInfo
-from service.env import RANK_MEMORY, environment, get_env
+from service.drill import write_xid
+from service.env import RANK_MEMORY, environment, get_env, kernel_log_path
+from service.evidence import incident_folder
 from service.fork_client import ForkServer, RankMessage
 from service.lifetime import end_with_raylet
+from service.orders import Order, ShellInfo
 from service.origin import find_source_root
+from service.rank_box import box_folder, remove_box
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_spec
+from service.witness import dump_path, groups_path, take_testimony
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,9 @@ class _Shell:
         self._code_dir = config.code_dir or str(find_source_root())
         self._place = place
         self._run_dir = Path(config.run_dir)
-        self._spec: JobSpec = read_spec(self._run_dir)
+        self._spec: JobSpec = read_spec(self._run_dir, config.attempt)
         self._coordinator = coordinator
+        self._box_dir = box_folder(self._run_dir.name, place.node_id)
         self._server = self._start_server()
         self._inbox: deque[Order] = deque()
         self._wake_up, self._waker = socket.socketpair()
@@ -139,7 +146,8 @@ class _Shell:
     def run(self, info: ShellInfo) -> None:
         """Obey orders until the last one."""
         setproctitle.setproctitle(f"packtrain[{self._run_dir.name}] shell of rank {self._place.rank}")
-        ray.get(self._coordinator.join.remote(self._config.attempt, info))
+        stage = self._spec.strategy.mesh.coordinates(self._place.rank)["pp"]
+        ray.get(self._coordinator.join.remote(self._config.attempt, replace(info, stage=stage)))
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
         try:
             while self._obey_orders():
@@ -147,6 +155,7 @@ class _Shell:
                     self._on_message(message)
         finally:
             self._server.close()
+            remove_box(self._box_dir, self._place.rank)
 
     def _listen(self) -> None:
         """Long-poll the coordinator for orders (a thread: everything else happens in `run`'s)."""
@@ -169,11 +178,15 @@ class _Shell:
             order = self._inbox.popleft()
             match order.kind:
                 case "start":
-                    self._fork(order.generation)
+                    self._fork(order)
                 case "store" if order.address is not None:
                     self._server.tell_rank(
                         {"event": "store", "host": order.address[0], "port": order.address[1]}
                     )
+                case "witness":
+                    self._witness()
+                case "fault" if order.rank == self._place.rank:
+                    self._fail(order.fault)
                 case "kill":
                     self._kill()
                 case "terminate":
@@ -182,8 +195,8 @@ class _Shell:
                     return False
         return True
 
-    def _fork(self, generation: int) -> None:
-        self._generation = generation
+    def _fork(self, order: Order) -> None:
+        self._generation = order.generation
         self._has_rank = True
         self._is_doomed = False
         self._last_words = {}
@@ -192,7 +205,7 @@ class _Shell:
             run_dir=self._config.run_dir,
             data_dir=self._config.data_dir,
             attempt=self._config.attempt,
-            generation=generation,
+            generation=order.generation,
             rank=place.rank,
             local_rank=place.local_rank,
             node_rank=place.node_rank,
@@ -200,11 +213,45 @@ class _Shell:
             local_world_size=place.local_world_size,
             node=place.node,
             log_path=str(log_path(self._run_dir, self._config.attempt, place.rank)),
+            box_dir=str(self._box_dir),
+            restore_before=order.start.restore_before,
+            skip_samples=order.start.skip_samples,
         )
         try:
             self._server.fork(request)
         except OSError:
             self._on_message(RankMessage("lost"))
+
+    def _witness(self) -> None:
+        """Have the rank write its flight recorder and take its stacks, in a thread: orders go on."""
+        rank, generation = self._place.rank, self._generation
+        folder = incident_folder(self._run_dir, self._config.attempt, generation)
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        paths = {"path": str(dump_path(folder, rank)), "groups_path": str(groups_path(folder, rank))}
+        self._server.tell_rank({"event": "dump", **paths})
+        pid = self._server.rank_pid
+
+        def tell() -> None:
+            found = take_testimony(rank, pid, folder)
+            self._tell("report_testimony", self._config.attempt, generation, found)
+
+        threading.Thread(target=tell, name="witness", daemon=True).start()
+
+    def _fail(self, fault: str) -> None:
+        """A drill: this rank, or this shell, has a fault on purpose."""
+        match fault:
+            case "stop":
+                self._server.signal_rank(signal.SIGSTOP)
+            case "kill":
+                self._server.signal_rank(signal.SIGKILL)
+            case "kill-shell":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "xid":
+                write_xid(kernel_log_path())
+                self._server.signal_rank(signal.SIGKILL)
+            case _:
+                self._server.tell_rank({"event": "fault", "fault": fault})
 
     def _kill(self) -> None:
         self._is_doomed = True  # a rank that is only being forked is killed when its pid is known
@@ -221,6 +268,8 @@ class _Shell:
                 self._tell(
                     "report_store", attempt, self._generation, self._place.node, message.fields["port"]
                 )
+            case "signal":
+                self._tell("report_signal", attempt, self._generation, dict(message.fields))
             case "outcome" | "error":
                 self._last_words = dict(message.fields)
             case "exited":

@@ -16,6 +16,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-minutes", default=3.0, type=float, help="length of the drill without a fault")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     modules = {item.module for item in items if isinstance(item, pytest.Function)}
     wanted = {name for module in modules for name in getattr(module, "RANKS_PRELOAD", ())}

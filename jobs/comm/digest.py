@@ -7,17 +7,13 @@ classes of hash functions", 1979):
 
 with fixed odd pseudo-random weights. A flipped bit b <= 31 adds an odd number times 2^b, which is never 0;
 two errors cancel with a probability of at most 2^-32. Whole numbers add up to the same in any order, so the
-same bytes give the same digest on a CPU and on a GPU. Not for adversaries. Votes on nothing
-(ops/monitors/replica_digest.py does).
+same bytes give the same digest on a CPU and on a GPU. Not for adversaries. What
+has replicas is replicas.py's business.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
-
-from jobs.comm.groups import Axis
 
 N_COLUMNS = 1 << 14
 """A row of the words and its product stay in a CPU's second-level cache."""
@@ -52,27 +48,6 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     if rest.numel():
         sums[n_whole] = (rest * columns[: rest.numel()]).sum()
     return (sums * _odd_weights(sums.numel(), _ROW_SEED, tensor.device)).sum() + n_bytes
-
-
-def digests_of_replicas(tensors: Sequence[torch.Tensor], replicas: Axis) -> dict[int, tuple[int, ...]]:
-    """The digests of these tensors on all ranks that should hold the same bytes.
-
-    Collective over `replicas`, and waits for it.
-
-    Args:
-        tensors: as many, in the same order, on every rank: one a bucket.
-        replicas: ranks with the same parameters; their groups carry the tensors' device.
-
-    Returns:
-        Global rank -> one digest a tensor; equal on all ranks of the axis.
-    """
-    own = torch.stack([digest(tensor) for tensor in tensors])
-    if replicas.group is None:
-        everybody = own.unsqueeze(0)
-    else:
-        everybody = own.new_empty((replicas.size, own.numel()))
-        dist.all_gather_single(everybody.flatten(), own, group=replicas.group)
-    return {rank: tuple(row) for rank, row in zip(replicas.ranks, everybody.tolist(), strict=True)}
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

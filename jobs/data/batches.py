@@ -19,9 +19,10 @@ import torch
 
 from jobs.data.packing import IGNORED, Int64s, Packing, Rows, open_packings
 from jobs.data.prepare import PreparedData
-from jobs.data.sampler import GlobalSampler, Samples, ordinals_for
+from jobs.data.sampler import GlobalSampler, Samples, ordinals_for, step_ordinals
 from jobs.engines.base import MicroBatch
 from jobs.errors import DataError
+from jobs.events import Ranges
 from jobs.spec.job import JobSpec
 
 
@@ -30,7 +31,7 @@ class StepBatches:
     """What one rank trains on in one step."""
 
     sample_ordinal: int
-    """Global ordinal of the step's first sample."""
+    """The sampler's state before the step: ordinal of its first sample, unless that is skipped."""
     next_ordinal: int
     """That of the next step: the sampler's state once this step is done."""
     batches: list[MicroBatch]
@@ -44,7 +45,9 @@ class StepBatches:
 class BatchSource:
     """Batches of one data-parallel rank: the same ordinal always gives the same batches."""
 
-    def __init__(self, prepared: PreparedData, spec: JobSpec, dp: int, dp_rank: int) -> None:
+    def __init__(
+        self, prepared: PreparedData, spec: JobSpec, dp: int, dp_rank: int, skipped: Ranges = ()
+    ) -> None:
         """Map the shards.
 
         Args:
@@ -52,6 +55,7 @@ class BatchSource:
             spec: the run.
             dp: data-parallel ranks.
             dp_rank: this one's coordinate on the dp axis.
+            skipped: ordinals that no step trains on.
 
         Raises:
             DataError: the data was prepared otherwise than the spec says, or is damaged.
@@ -60,7 +64,8 @@ class BatchSource:
         self._spec, self._dp, self._dp_rank = spec, dp, dp_rank
         self._global_batch, self._micro_batch = spec.train.global_batch_size, spec.train.micro_batch_size
         self._accum = self._global_batch // (self._micro_batch * dp)
-        ordinals_for(0, self._global_batch, self._micro_batch, self._accum, dp, dp_rank)
+        self._skipped = skipped
+        ordinals_for(self._ordinals(0), self._micro_batch, self._accum, dp, dp_rank)
         if len(prepared.sources) != len(spec.data.sources):
             raise DataError(
                 f"{prepared.cache_dir} holds {len(prepared.sources)} sources but the spec has "
@@ -83,12 +88,12 @@ class BatchSource:
         n_valid_tokens = self.n_valid_tokens(ordinal)
         if n_valid_tokens == 0:
             raise DataError(
-                f"samples {ordinal} to {ordinal + self._global_batch - 1} hold no token to train on: all "
+                f"samples {ordinal} to {self._ordinals(ordinal)[-1]} hold no token to train on: all "
                 "are padding or end a document; the documents are too short"
             )
         return StepBatches(
             sample_ordinal=ordinal,
-            next_ordinal=ordinal + self._global_batch,
+            next_ordinal=int(self._ordinals(ordinal)[-1]) + 1,
             batches=self.batches_at(ordinal),
             n_valid_tokens=n_valid_tokens,
             n_padding_tokens=self._global_batch * self._spec.data.seq_len - n_valid_tokens,
@@ -96,9 +101,8 @@ class BatchSource:
 
     def batches_at(self, ordinal: int) -> list[MicroBatch]:
         """This rank's micro-batches of the step whose first sample is `ordinal`."""
-        own = ordinals_for(
-            ordinal, self._global_batch, self._micro_batch, self._accum, self._dp, self._dp_rank
-        )  # [accum, B]
+        whole = self._ordinals(ordinal)
+        own = ordinals_for(whole, self._micro_batch, self._accum, self._dp, self._dp_rank)  # [accum, B]
         samples = self._sampler.locate(own.reshape(-1))
         batches = []
         for micro_step in range(self._accum):
@@ -174,7 +178,11 @@ class BatchSource:
         }
 
     def _global_samples(self, ordinal: int) -> Samples:
-        return self._sampler.locate(np.arange(ordinal, ordinal + self._global_batch, dtype=np.int64))
+        return self._sampler.locate(self._ordinals(ordinal))
+
+    def _ordinals(self, ordinal: int) -> Int64s:
+        """The global batch of the step that begins at `ordinal`, or behind what is skipped there."""
+        return step_ordinals(ordinal, self._global_batch, self._skipped)
 
 
 def peek_step(prepared: PreparedData, spec: JobSpec, step: int) -> dict[str, Any]:

@@ -22,11 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from jobs.errors import DataError
+from jobs.events import Ranges
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 _HALF_ROUNDS = 12
+_NO_ORDINAL = (1 << 63) - 1
 _MAX_DENOMINATOR = 10**9
 """Shares are fractions up to this denominator: remainder * numerator stays below 2**63."""
 
@@ -107,29 +109,49 @@ class GlobalSampler:
         self._interleave((ordinals - before)[~is_left], at[~is_left], middle, stop, sources, counts)
 
 
-def ordinals_for(
-    step_start_ordinal: int, global_batch: int, micro_batch: int, accum: int, dp: int, dp_rank: int
-) -> Int64s:
+def step_ordinals(start: int, n: int, skipped: Ranges = ()) -> Int64s:
+    """The first n ordinals from `start` on that are in none of the skipped ranges, ascending: [n]."""
+    parts: list[Int64s] = []
+    n_left = n
+    for first, stop in (*sorted(skipped), (_NO_ORDINAL, _NO_ORDINAL)):
+        if stop <= start:
+            continue
+        n_before = min(n_left, max(0, first - start))
+        parts.append(np.arange(start, start + n_before, dtype=np.int64))
+        n_left -= n_before
+        if not n_left:
+            break
+        start = max(start, stop)
+    return np.concatenate(parts)
+
+
+def ordinals_for(whole: Int64s, micro_batch: int, accum: int, dp: int, dp_rank: int) -> Int64s:
     """Ordinals that one data-parallel rank trains on in one step.
 
-    The global batch is always the `global_batch` ordinals from step_start_ordinal on, whatever the layout.
-    They are dealt in order of micro-step, then rank, then row: with 2 ranks, micro-batch 2 and 2 micro-steps
+    The global batch is always the ordinals of step_ordinals, whatever the layout. They are dealt in order of
+    micro-step, then rank, then row: with 2 ranks, micro-batch 2 and 2 micro-steps
 
         micro-step 0: rank 0 has 0 1, rank 1 has 2 3        micro-step 1: rank 0 has 4 5, rank 1 has 6 7
+
+    Args:
+        whole: ordinals of the global batch.
+        micro_batch: samples of a micro-batch.
+        accum: micro-steps.
+        dp: data-parallel ranks.
+        dp_rank: which of them.
 
     Returns:
         [accum, micro_batch] int64.
 
     Raises:
-        ValueError: global_batch is not micro_batch * accum * dp, or dp_rank is not below dp.
+        ValueError: the global batch is not micro_batch * accum * dp, or dp_rank is not below dp.
     """
-    if global_batch != micro_batch * accum * dp:
+    if len(whole) != micro_batch * accum * dp:
         raise ValueError(
-            f"global_batch={global_batch} is not micro_batch x accum x dp = {micro_batch} x {accum} x {dp}"
+            f"global_batch={len(whole)} is not micro_batch x accum x dp = {micro_batch} x {accum} x {dp}"
         )
     if not 0 <= dp_rank < dp:
         raise ValueError(f"dp_rank={dp_rank} is outside 0..{dp - 1}")
-    whole = np.arange(step_start_ordinal, step_start_ordinal + global_batch, dtype=np.int64)
     return whole.reshape(accum, dp, micro_batch)[:, dp_rank]
 
 

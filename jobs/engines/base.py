@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from jobs.compute_clock import ComputeClock
 from jobs.state import Chunk
 
 
@@ -27,20 +28,25 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave, equal on all ranks."""
+    """What one optimizer step gave, equal on all ranks but for is_cause."""
 
     loss: float
     """Sum of cross entropies over the global batch / n_valid_tokens."""
     grad_norm: float
     """Global L2 norm of the mean gradient before clipping."""
     skipped: bool
-    """Non-finite gradient on some rank: nothing was updated on any."""
+    """Loss or gradient was not finite on some rank: nothing was updated on any."""
     bubble_frac: float | None = None
     """Idle part of the pipeline's forward and backward passes (jobs/planner/bubble.py); None without one."""
+    is_cause: bool = False
+    """This rank's own part of the loss was not finite; the one field that differs from rank to rank."""
 
 
 class Engine(Protocol):
     """One optimizer step at a time. All methods but `chunks` are collective over all ranks."""
+
+    clock: ComputeClock
+    """Takes the time of this rank's forward and backward passes, once it is switched on."""
 
     @property
     def model(self) -> torch.nn.Module:

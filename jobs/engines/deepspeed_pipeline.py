@@ -23,6 +23,7 @@ from torch import nn
 
 from jobs.comm.collectives import sum_in_place
 from jobs.comm.groups import Groups
+from jobs.compute_clock import ComputeClock
 from jobs.engines.base import MicroBatch, StepResult
 from jobs.engines.deepspeed_import import import_deepspeed
 from jobs.engines.deepspeed_mesh import clip_whole_gradients, own_pieces, start_pieces
@@ -38,7 +39,7 @@ from jobs.engines.deepspeed_state import EngineState
 from jobs.engines.layout import operations_for
 from jobs.models.init import take_parameters
 from jobs.models.llama import Llama
-from jobs.models.losses import IGNORED_LABEL
+from jobs.models.losses import IGNORED_LABEL, with_bad_gradient
 from jobs.parallel.placement import place_parameters
 from jobs.planner.stages import Stage, plan_stages
 from jobs.spec.job import JobSpec
@@ -54,9 +55,10 @@ TIED = "embedding"
 class StageModule(nn.Module):
     """A stage as DeepSpeed calls it: with one tensor, for one micro-batch after another."""
 
-    def __init__(self, llama: Llama) -> None:
+    def __init__(self, llama: Llama, clock: ComputeClock, stage: int) -> None:
         super().__init__()
         self.llama = llama
+        self.clock, self.stage, self.n_begun = clock, stage, 0
         self.batches: deque[MicroBatch] = deque()
         """Micro-batches still to come: a stage passes them forward in order, each once."""
 
@@ -64,11 +66,13 @@ class StageModule(nn.Module):
         """Tokens [B, S] on the first stage, else [B, S, D]; logits [B, S, V] on the last, else [B, S, D]."""
         batch = self.batches.popleft()
         ids = batch.document_ids
-        out: torch.Tensor = self.llama(
-            x,
-            batch.positions.to(x.device, non_blocking=True),
-            None if ids is None else ids.to(x.device, non_blocking=True),
-        )
+        self.n_begun += 1
+        with self.clock.measure("forward", self.stage, self.n_begun - 1):
+            out: torch.Tensor = self.llama(
+                x,
+                batch.positions.to(x.device, non_blocking=True),
+                None if ids is None else ids.to(x.device, non_blocking=True),
+            )
         return out
 
 
@@ -85,6 +89,7 @@ class DeepspeedPipelineEngine:
         strategy = spec.strategy
         if not isinstance(strategy, DeepspeedPipelineStrategy):
             raise TypeError(f"strategy.kind={strategy.kind} is not for this engine")
+        self.clock = ComputeClock(device)
         self._groups = groups
         self._device = device
         self._stage = strategy.stage
@@ -106,9 +111,12 @@ class DeepspeedPipelineEngine:
             self._optimizer = build_optimizer(module, spec.optim)
             config = deepspeed_config(spec, strategy.stage, strategy.dp, {})
             self._engine = initialize(module, self._optimizer, config, device)
+        schedule = deepspeed.runtime.pipe.schedule
+        own_ways: dict[Any, Any] = {schedule.BackwardPass: self._timed_backward}
         if self._stage == 0:
-            step = deepspeed.runtime.pipe.schedule.OptimizerStep
-            self._engine._INSTRUCTION_MAP = {**self._engine._INSTRUCTION_MAP, step: self._update_plain}
+            own_ways[schedule.OptimizerStep] = self._update_plain
+        self._engine._INSTRUCTION_MAP = {**self._engine._INSTRUCTION_MAP, **own_ways}
+        self._n_returned = 0
         zero_optimizer = self._engine.optimizer if self._stage else None
         masters = start if spec.train.precision == "bf16" else None
         self._state = EngineState(zero_optimizer, self._optimizer, self._pieces, groups.sums["data"], masters)
@@ -156,8 +164,10 @@ class DeepspeedPipelineEngine:
             own = llama if stage.index == self._groups.pp.rank else None
             if ends_tied and (stage.is_first or stage.is_last):
                 path = f"llama.{'embed_tokens' if stage.is_first else 'lm_head'}.weight"
-                return deepspeed.pipe.TiedLayerSpec(TIED, StageModule, own, tied_weight_attr=path)
-            return deepspeed.pipe.LayerSpec(StageModule, own)
+                return deepspeed.pipe.TiedLayerSpec(
+                    TIED, StageModule, own, self.clock, stage.index, tied_weight_attr=path
+                )
+            return deepspeed.pipe.LayerSpec(StageModule, own, self.clock, stage.index)
 
         mesh = self._groups.mesh
         module = deepspeed.pipe.PipelineModule(
@@ -179,15 +189,22 @@ class DeepspeedPipelineEngine:
             # What is received has to be announced again.
             self._engine.reset_activation_shape()
             self._shape = shape
+        self._stage_module.n_begun = self._n_returned = 0
         self._stage_module.batches.clear()
         self._stage_module.batches.extend(batches)
         return iter([(batch.tokens, batch.labels) for batch in batches])
 
     def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._cross_entropy(logits, labels) * self._loss_scale
+        return with_bad_gradient(self._cross_entropy(logits, labels) * self._loss_scale)
 
     def _sharded_figures(self) -> tuple[float, bool]:
         return float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow)
+
+    def _timed_backward(self, engine: Any, **named: Any) -> None:
+        """In the place of DeepSpeed's backward pass, which it calls: micro-batches come back in order."""
+        self._n_returned += 1
+        with self.clock.measure("backward", self._groups.pp.rank, self._n_returned - 1):
+            engine._exec_backward_pass(**named)
 
     def _update_plain(self, engine: Any, **_: Any) -> None:
         """Stage 0, in the place of DeepSpeed's optimizer step: it would clip by the first stage's norm."""

@@ -18,6 +18,7 @@ import torch
 
 from jobs.comm.collectives import start_sum_in_place, sum_in_place
 from jobs.comm.groups import Groups
+from jobs.compute_clock import ComputeClock
 from jobs.engines.base import MicroBatch, StepResult
 from jobs.engines.deepspeed_mesh import (
     ModelParallelUnit,
@@ -39,7 +40,7 @@ from jobs.engines.deepspeed_state import EngineState
 from jobs.engines.layout import operations_for
 from jobs.models.init import take_parameters
 from jobs.models.llama import Llama
-from jobs.models.losses import IGNORED_LABEL
+from jobs.models.losses import IGNORED_LABEL, with_bad_gradient
 from jobs.parallel.context import split_batch
 from jobs.parallel.placement import place_parameters
 from jobs.planner.stages import plan_stages
@@ -62,6 +63,7 @@ class DeepspeedZeroEngine:
         """
         if not isinstance(spec.strategy, DeepspeedZeroStrategy):
             raise TypeError(f"strategy.kind={spec.strategy.kind} is not for this engine")
+        self.clock = ComputeClock(device)
         self._groups = groups
         self._data = groups.sums["data"]
         self._device = device
@@ -108,14 +110,18 @@ class DeepspeedZeroEngine:
         loss_sum = torch.zeros((), device=self._device)
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss = self._loss_sum(batch) * scale
-            self._engine.backward(loss, scale_wrt_gas=False)
+            with self.clock.measure("forward", 0, index):
+                loss = with_bad_gradient(self._loss_sum(batch) * scale)
+            with self.clock.measure("backward", 0, index):
+                self._engine.backward(loss, scale_wrt_gas=False)
             loss_sum += loss.detach()
+        own_loss = loss_sum.clone()
         reduction = start_sum_in_place(loss_sum, self._data)
         grad_norm, skipped = self._update_plain() if self._stage == 0 else self._update_sharded()
         reduction.wait()
         self._state.count_step(skipped=skipped)
-        return StepResult(loss_sum.item() / self._data.size, grad_norm, skipped)
+        is_cause = skipped and not math.isfinite(own_loss.item())
+        return StepResult(loss_sum.item() / self._data.size, grad_norm, skipped, is_cause=is_cause)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:

@@ -18,6 +18,7 @@ import torch
 from jobs.comm.collectives import sum_in_place
 from jobs.comm.groups import Groups
 from jobs.comm.reducer import GradBucket, GradReducer
+from jobs.compute_clock import ComputeClock
 from jobs.engines.base import MicroBatch, StepResult
 from jobs.engines.native_optimizer import FlatOptimizer
 from jobs.engines.native_parameters import NativeParameters
@@ -45,6 +46,7 @@ class NativeEngine:
         Raises:
             ValueError: the built model and the spec disagree, or the device cannot compute in the precision.
         """
+        self.clock = ComputeClock(device)
         self._groups = groups
         self._device = device
         self._grad_clip_norm = spec.optim.grad_clip_norm
@@ -69,7 +71,7 @@ class NativeEngine:
         if groups.pp.size > 1:
             from jobs.parallel.pipeline import Pipeline
 
-            self._pipeline = Pipeline(self._stages, spec, groups, device)
+            self._pipeline = Pipeline(self._stages, spec, groups, device, self.clock)
         # Ranks of one tp line compute the same loss: one of them counts it.
         has_loss = any(stage.is_last for stage, _ in self._stages)
         self._counts_loss = has_loss and groups.tp.rank == 0
@@ -97,9 +99,9 @@ class NativeEngine:
             # Waiting for the device here delays nothing: the sum is read at once.
             figures = torch.cat((figures, self._pipeline.timing()))
         mean_loss, squared, *timing = sum_in_place(figures, self._groups.world).tolist()
-        # Every rank has the same sums, so all of them see a non-finite gradient on any of them.
+        # Every rank has the same sums, so all of them see what is not finite on any of them.
         grad_norm = math.sqrt(squared) if squared >= 0 else math.nan
-        is_skipped = not math.isfinite(grad_norm)
+        is_skipped = not (math.isfinite(grad_norm) and math.isfinite(mean_loss))
         if not is_skipped:
             self._optimizer.step(lr, clip_factor(grad_norm, self._grad_clip_norm))
             self._parameters.publish()
@@ -107,7 +109,8 @@ class NativeEngine:
             modules = [module for _, module in self._stages]
             update_router_biases(modules, self._groups, self._bias_rate, is_skipped=is_skipped)
         bubble_frac = bubble_of(timing[0], timing[1:]) if timing else None
-        return StepResult(mean_loss, grad_norm, is_skipped, bubble_frac)
+        is_cause = is_skipped and not math.isfinite(loss.item())
+        return StepResult(mean_loss, grad_norm, is_skipped, bubble_frac, is_cause)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[float, int]:
@@ -147,10 +150,12 @@ class NativeEngine:
         if self._pipeline is not None:
             return self._pipeline.run(batches, scale)
         total = torch.zeros((), device=self._device)
-        for batch in batches:
-            loss = self._loss_sum(batch) * scale
-            total = total + loss.detach()
-            loss.backward()  # type: ignore[no-untyped-call]
+        for number, batch in enumerate(batches):
+            with self.clock.measure("forward", 0, number):
+                loss = self._loss_sum(batch) * scale
+                total = total + loss.detach()
+            with self.clock.measure("backward", 0, number):
+                loss.backward()  # type: ignore[no-untyped-call]
         return total
 
     def _loss_sum(self, batch: MicroBatch) -> torch.Tensor:

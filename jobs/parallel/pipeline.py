@@ -32,6 +32,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from jobs.comm.groups import Groups
+from jobs.compute_clock import ComputeClock
 from jobs.engines.base import MicroBatch
 from jobs.models.llama import Llama
 from jobs.planner.bubble import Action, ActionKind, Trace, busy_s, span_s
@@ -55,7 +56,12 @@ class Pipeline:
     """This rank's stages of one pipeline."""
 
     def __init__(
-        self, stages: Sequence[tuple[Stage, Llama]], spec: JobSpec, groups: Groups, device: torch.device
+        self,
+        stages: Sequence[tuple[Stage, Llama]],
+        spec: JobSpec,
+        groups: Groups,
+        device: torch.device,
+        compute: ComputeClock | None = None,
     ) -> None:
         """Keep the stages; communicates nothing before the first step.
 
@@ -64,6 +70,7 @@ class Pipeline:
             spec: the run; spec.strategy is native with pp > 1.
             groups: this rank's groups.
             device: where everything lives.
+            compute: takes the time of each pass.
 
         Raises:
             ValueError: the pipeline has one rank only.
@@ -80,7 +87,7 @@ class Pipeline:
         self._sum_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._n_stages = groups.pp.size * spec.strategy.pipeline.stages_per_rank
         self._scale = 1.0
-        self._clock = _Clock(device)
+        self._clock = _Clock(device, compute or ComputeClock(device))
         self._schedules: dict[tuple[int, torch.Size], PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
     def run(self, batches: list[MicroBatch], scale: float) -> torch.Tensor:
@@ -261,8 +268,9 @@ class _TimedStage(PipelineStage):
 class _Clock:
     """Begin and end of this rank's actions: the host's clock on the host, events in the stream on a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, compute: ComputeClock) -> None:
         self._is_cuda = device.type == "cuda"
+        self._compute = compute
         self._start: Any = None
         self._noted: list[tuple[ActionKind, int, int, Any, Any]] = []
         self.last_micro_batch = 0
@@ -277,7 +285,8 @@ class _Clock:
         """Note that what happens inside is one action."""
         self.last_micro_batch = micro_batch
         start = self._now()
-        yield
+        with self._compute.measure("backward" if "backward" in kind else "forward", stage, micro_batch):
+            yield
         self._noted.append((kind, stage, micro_batch, start, self._now()))
 
     def trace(self) -> Trace:

@@ -1,8 +1,9 @@
 """JobSpec: the whole of one run, frozen. Its resolved JSON, kept with the run, is the truth of that run."""
 
-from typing import Annotated, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jobs.spec.base import SpecSection
 from jobs.spec.data import DataSpec
@@ -18,8 +19,34 @@ bf16_kahan  bfloat16 weights and gradients with compensated sums: 12 bytes a par
 fp8         as bf16, with the layers' products in 8 bits, on GPUs that can
 fp64        everything, for comparing layouts
 """
+OnBadLoss = Literal["rollback", "skip", "stop"]
+"""What follows a loss that is not finite:
+
+rollback    an older checkpoint, without the data since then
+skip        the step is counted and training goes on, up to max_skipped_steps in a row; then as rollback
+stop        the run ends
+"""
+OBSERVING = (
+    "straggler",
+    "replica_digest",
+    "loss_spike",
+    "kernel_log",
+    "gpu_health",
+    "nvidia_smi",
+    "dcgm",
+    "health_lines",
+    "cgroup_memory",
+    "disks",
+    "shm",
+    "nics",
+    "infiniband",
+    "clock_skew",
+    "d_state",
+)
+"""Detectors whose word is not acted upon before somebody has seen on this cluster that it can be trusted."""
 _LONGEST_S = 1e8
 """Three years: clocks and timers take no limit that is much longer."""
+_VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 
 
 class RunSection(SpecSection):
@@ -79,13 +106,27 @@ class ResilienceSection(SpecSection):
     """New attempts (node loss, dead worker or controller) since the last newly committed checkpoint."""
     max_no_progress: int = Field(default=2, gt=0)
     """The same failure at the same step so many times in a row stops the run."""
+    on_bad_loss: OnBadLoss = "rollback"
+    """What follows a step whose loss or gradient is not finite; no parameter is changed by it."""
     max_skipped_steps: int = Field(default=3, ge=0)
-    """Consecutive steps skipped for a non-finite gradient before the run stops."""
+    """With on_bad_loss=skip: so many such steps in a row are passed over; one more is an incident."""
+    digest_every_steps: int | None = Field(default=100, gt=0)
+    """Digests of parameters are compared between replicas after each multiple; None compares none."""
+    straggler_window_steps: int | None = Field(default=32, gt=0)
+    """Steps over which each rank's pure compute times are judged; None measures none."""
     wait_for_nodes_s: float = Field(default=300.0, ge=0, le=_LONGEST_S)
     """How long a new attempt waits for enough live nodes."""
+    spares: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Nodes beyond those of the run that are held for it, as far as they are there; auto: as many as keep it
+    whole for 99 % of the time."""
+    shrink_to_frac: float = Field(default=0.5, gt=0, le=1)
+    """Where nodes are lost and no spare is left, the run goes on with the next smaller legal layout and the
+    same global batch, down to this share of its ranks; 1 never shrinks. It grows back when nodes return."""
     collective_timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
     stop_grace_s: float = Field(default=120.0, gt=0, le=_LONGEST_S)
     """Time that ranks get to save and leave after a stop request."""
+    observe: tuple[str, ...] = OBSERVING
+    """Detectors that only observe: what their word would lead to is written down and not done."""
 
 
 class TrackingSection(SpecSection):
@@ -100,6 +141,28 @@ class TrackingSection(SpecSection):
     """How attention is counted in MFU: the causal half (Megatron) or all pairs of positions (torchtitan)."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one rank's device for MFU; None measures a matrix product at start."""
+    notify: tuple[str, ...] = ()
+    """Who is told of incidents and of the end: each `${NAME}`, an environment variable of the driver that
+    holds one Apprise URL (mailto://, slack://, json://, ...). The URL itself never gets into the spec."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port on which the driver serves this run's figures to Prometheus; 0 serves none."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address that they are served on; 0.0.0.0 lets other hosts read them."""
+
+    @field_validator("notify", mode="before")
+    @classmethod
+    def _names_variables(cls, entries: Any) -> Any:
+        listed = [entries] if isinstance(entries, str) else entries
+        if not isinstance(listed, list | tuple) or not all(isinstance(entry, str) for entry in listed):
+            return entries
+        for place, entry in enumerate(listed, start=1):
+            if not _VARIABLE.fullmatch(entry):  # never quoted: it may be a secret
+                raise ValueError(
+                    f"entry {place} is no ${{NAME}}: an Apprise URL holds tokens and passwords, and the spec "
+                    "is kept with the run; put the URL into an environment variable where the driver runs "
+                    "and write ${NAME} here"
+                )
+        return tuple(listed)
 
 
 class JobSpec(SpecSection):

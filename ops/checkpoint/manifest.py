@@ -141,7 +141,7 @@ class Manifest:
         """JSON with a last field `crc32` over the text of all other fields."""
         body = {
             "format_version": self.format_version,
-            "progress": asdict(self.progress),
+            "progress": _progress_to_json(self.progress),
             "identity": {**asdict(self.identity), "mesh": asdict(self.identity.mesh)},
             "world_size": self.world_size,
             "created_at": self.created_at,
@@ -187,7 +187,7 @@ def parse_manifest(text: str) -> Manifest:
             )
         identity = body["identity"]
         manifest = Manifest(
-            progress=Progress(**body["progress"]),
+            progress=_progress_from_json(body["progress"]),
             identity=Identity(**{**identity, "mesh": Mesh(**identity["mesh"])}),
             tensors={
                 str(name): TensorEntry(_ints(shape), str(dtype))
@@ -237,6 +237,18 @@ def check(manifest: Manifest) -> None:
                 f"the pieces of {name} hold {covered} elements, "
                 f"its shape {list(tensor.shape)} has {prod(tensor.shape)}"
             )
+
+
+def _progress_to_json(progress: Progress) -> dict[str, Any]:
+    """Skipped samples are left out where there are none, as in checkpoints that knew of none."""
+    body = asdict(progress)
+    skipped = body.pop("skipped_samples")
+    return {**body, "skipped_samples": [list(range_) for range_ in skipped]} if skipped else body
+
+
+def _progress_from_json(body: dict[str, Any]) -> Progress:
+    ranges = tuple((int(first), int(stop)) for first, stop in body.get("skipped_samples", ()))
+    return Progress(**{**body, "skipped_samples": ranges})
 
 
 def _check_chunk(chunk: ChunkEntry, tensor: TensorEntry | None) -> None:

@@ -20,8 +20,11 @@ from ops.signal import Entity, EntityKind, Signal
 NAME = "collective_hang"
 MAX_BEAT_AGE_S = 5.0
 """A box that nobody has read for so long says nothing any more."""
+MAX_MISSED_REPORTS = 2.5
+"""The same, where reports come so seldom that this is longer."""
 ORDER = (Phase.INIT, Phase.LOAD, Phase.COMPILE, Phase.CHECKPOINT, Phase.EVALUATE, Phase.STEP, Phase.END)
 """Phases in which a rank can be with the same number of completed steps, the least advanced first."""
+_PLACE = {phase: ORDER.index(phase) for phase in ORDER}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,13 @@ class Hang:
         ]
 
 
-def find_hang(beats: Sequence[Beat], n_ranks: int, times: PhaseTimes, now: float) -> Hang | None:
+def find_hang(
+    beats: Sequence[Beat],
+    n_ranks: int,
+    times: PhaseTimes,
+    now: float,
+    reports_every_s: float = 1.0,
+) -> Hang | None:
     """The verdict on one look at all boxes; None: nothing is overdue.
 
     Args:
@@ -63,16 +72,18 @@ def find_hang(beats: Sequence[Beat], n_ranks: int, times: PhaseTimes, now: float
         n_ranks: ranks of the current generation.
         times: what the run has taught so far.
         now: wall clock, unix seconds.
+        reports_every_s: time between two readings of a rank's box. What is longer than a second is added to
+            the limit: the box of a rank that goes on may be so much older than what it does now.
     """
     current = of_current_run(beats)
-    fresh = [beat for beat in current if beat.box.has_ended or now - beat.read_at <= MAX_BEAT_AGE_S]
+    oldest_read_at = now - max(MAX_BEAT_AGE_S, MAX_MISSED_REPORTS * reports_every_s)
+    fresh = [beat for beat in current if beat.read_at >= oldest_read_at or beat.box.has_ended]
     live = [beat for beat in fresh if not beat.box.has_ended]
-    if not live:
+    behind = _least_advanced(live)
+    if not behind:
         return None
-    position = min(_position(beat) for beat in live)
-    behind = [beat for beat in live if _position(beat) == position]
     youngest = min(behind, key=lambda beat: beat.age_at(now))
-    limit_s = times.limit_s(youngest.box)
+    limit_s = times.limit_s(youngest.box) + max(0.0, reports_every_s - 1.0)
     if youngest.age_at(now) <= limit_s:
         return None
     known = {beat.rank for beat in fresh}
@@ -100,8 +111,16 @@ def find_hang(beats: Sequence[Beat], n_ranks: int, times: PhaseTimes, now: float
     )
 
 
+def _least_advanced(live: Sequence[Beat]) -> list[Beat]:
+    """Those with the fewest completed steps, and among them those in the earliest phase."""
+    step = min((beat.box.step for beat in live), default=0)
+    behind = [beat for beat in live if beat.box.step == step]
+    place = min((_PLACE[beat.box.phase] for beat in behind), default=0)
+    return [beat for beat in behind if _PLACE[beat.box.phase] == place]
+
+
 def _position(beat: Beat) -> tuple[int, int]:
-    return beat.box.step, ORDER.index(beat.box.phase)
+    return beat.box.step, _PLACE[beat.box.phase]
 
 
 def _suspects(behind: list[Beat], live: list[Beat]) -> tuple[list[Beat], str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ops.black_box import BoxReading, Identity, Phase, PhaseSums
 
+PHASES = tuple(Phase)
 N_KEPT = 256
 """Durations of a phase that are remembered: old ones say nothing of how the run goes today."""
 
@@ -82,6 +83,8 @@ class _Seen:
     identity: Identity
     sums: tuple[PhaseSums, ...] = (PhaseSums(),) * len(Phase)
     has_first_step: bool = False
+    box: BoxReading | None = None
+    """What was read: the same again has nothing to teach."""
 
 
 @dataclass
@@ -112,19 +115,23 @@ class PhaseTimes:
         n_new_steps = 0
         first_steps: list[float] = []
         for beat in of_current_run(beats):
-            seen = self._seen.get(beat.rank)
-            if seen is None or seen.identity != beat.box.identity:
-                seen = self._seen[beat.rank] = _Seen(beat.box.identity)
-            for phase, before, after in zip(Phase, seen.sums, beat.box.sums, strict=True):
-                if after.count > before.count:
-                    n_new = after.count - before.count
+            box = beat.box
+            identity = box.identity
+            seen = self._seen.get(identity.rank)
+            if seen is not None and seen.box is box:
+                continue
+            if seen is None or seen.identity != identity:
+                seen = self._seen[identity.rank] = _Seen(identity)
+            for phase, before, after in zip(PHASES, seen.sums, box.sums, strict=True):
+                n_new = after.count - before.count
+                if n_new > 0:
                     new[phase].append((after.total_s - before.total_s) / n_new)
                     if phase is Phase.STEP:
                         n_new_steps = max(n_new_steps, n_new)
-            if not seen.has_first_step and not math.isnan(beat.box.first_step_s):
-                first_steps.append(beat.box.first_step_s)
+            if not seen.has_first_step and not math.isnan(box.first_step_s):
+                first_steps.append(box.first_step_s)
                 seen.has_first_step = True
-            seen.sums = beat.box.sums
+            seen.sums, seen.box = box.sums, box
         for phase, durations_s in new.items():
             if durations_s and phase is not Phase.STEP:
                 self._stays[phase].append(max(durations_s))
@@ -154,13 +161,18 @@ class PhaseTimes:
 
 def of_current_run(beats: Sequence[Beat]) -> list[Beat]:
     """Without what earlier attempts and generations left behind; in rank order, one a rank."""
-    current = max((beat.run for beat in beats), default=(0, 0))
+    attempt = generation = 0
     newest: dict[int, Beat] = {}
-    for beat in beats:
-        if beat.run == current:
-            known = newest.get(beat.rank)
-            if known is None or beat.read_at >= known.read_at:
-                newest[beat.rank] = beat
+    for beat in beats:  # tens of thousands, every second: one pass, and no value made on the way
+        identity = beat.box.identity
+        if identity.attempt != attempt or identity.generation != generation:
+            if (identity.attempt, identity.generation) < (attempt, generation):
+                continue
+            attempt, generation = identity.attempt, identity.generation
+            newest.clear()
+        known = newest.get(identity.rank)
+        if known is None or beat.read_at >= known.read_at:
+            newest[identity.rank] = beat
     return [newest[rank] for rank in sorted(newest)]
 
 

@@ -4,13 +4,16 @@ An MLflow run is opened once for all attempts and found again by a tag, so that 
 never leaves two. Figures are cut to what servers take. Does not retry, wait or keep anything: see pump.py.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from ops.incident_rows import handling_words
 from ops.ledger import Event
+from ops.losses import IncidentBill
 from ops.tracking.base import Point, TrackingRefusedError, TrackingUnavailableError
 from ops.tracking.params import accepted_name
 
@@ -25,6 +28,8 @@ MAX_PARAM_CHARS = (6000, 500)
 """Limits of new and of old servers, tried in this order."""
 MAX_TAG_CHARS = 5000
 UID_TAG = "packtrain.run_uid"
+TABLES_TAG = "mlflow.loggedArtifacts"
+"""MLflow's own: which artifacts are tables."""
 
 STATUSES = {"FINISHED": "FINISHED", "FAILED": "FAILED", "STOPPED": "KILLED", "PREEMPTED": "KILLED"}
 """Packtrain's final statuses in MLflow's words."""
@@ -131,11 +136,7 @@ class MlflowTracker:
         """Incidents, attempts and the newest checkpoint become tags; all kinds are in the events artifact."""
         match event.kind:
             case "incident":
-                ranks = f"{event.integer('attempt')}-{event.integer('generation')}"
-                key = f"packtrain.incident.{ranks}-{event.at:.3f}"
-                words = (event.text("class"), event.text("culprit"), event.text("action"))
-                text = f"{' | '.join(words)} | step {event.integer('step')} | {event.text('evidence')}"
-                self._send_tags({key: text})
+                self._send_tags({_incident_key(event): _incident_text(event)})
             case "attempt_started":
                 self._send_tags({"packtrain.attempts": str(event.integer("attempt") + 1)})
             case "checkpoint_committed":
@@ -143,9 +144,18 @@ class MlflowTracker:
                     {"packtrain.checkpoint": f"step {event.integer('step')}: {event.text('path')}"}
                 )
 
+    def log_bill(self, bill: IncidentBill) -> None:
+        """The tag of an incident once more, now with what it cost."""
+        cost = f"detect {bill.detect_s:.2f} s | restart {bill.restart_s:.2f} s | {bill.lost_steps} steps lost"
+        self._send_tags({_incident_key(bill.event): _incident_text(bill.event, cost)})
+
     def log_artifact(self, path: Path) -> None:
         """Send one file to the root of the run's artifacts."""
         _translated(self._get_client().log_artifact, self._run_id, str(path))
+
+    def name_table(self, path: str) -> None:
+        """Say that the artifact at `path` is a table, so that MLflow's pages show it as one."""
+        self._send_tags({TABLES_TAG: json.dumps([{"path": path, "type": "table"}])})
 
     def finish(self, status: str, at: float) -> None:
         """End the MLflow run, with Packtrain's own status as a tag."""
@@ -229,6 +239,21 @@ class MlflowTracker:
         if accepted != name:
             self.mapped_names[name] = accepted
         return accepted
+
+
+def _incident_key(event: Event) -> str:
+    return f"packtrain.incident.{event.integer('attempt')}-{event.integer('generation')}-{event.at:.3f}"
+
+
+def _incident_text(event: Event, cost: str = "") -> str:
+    words = (
+        event.text("class"),
+        event.text("culprit"),
+        event.text("action"),
+        f"step {event.integer('step')}",
+    )
+    more = (cost, handling_words(event), event.text("evidence"))
+    return " | ".join([*words, *(part for part in more if part)])
 
 
 def _translated(call: Callable[..., _T], *args: Any, **named: Any) -> _T:

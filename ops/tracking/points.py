@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ops.ettr import HOUR_S
 from ops.ledger import Event, number
+from ops.metric_values import Accounted
 from ops.tracking.base import Point
 
 STEP_NAMES = {
@@ -115,3 +117,18 @@ def points_of_event(event: Event, counts: Counts) -> tuple[list[Point], Counts]:
             counts = replace(counts, failed_checkpoints=counts.failed_checkpoints + 1)
             figures = {"ops/failed_checkpoints": counts.failed_checkpoints}
     return [Point(name, float(value), step, event.at) for name, value in figures.items()], counts
+
+
+def goodput_figures(accounted: Accounted) -> dict[str, float]:
+    """Where the time of a run went up to now, under the names of metrics; fractions are 0 to 1."""
+    goodput = accounted.goodput
+    hour = goodput.between(goodput.end_us - round(HOUR_S * 1e6), goodput.end_us)
+    figures = {
+        "ops/goodput_frac": goodput.goodput_frac,
+        "ops/ettr_frac": goodput.ettr_frac,
+        "ops/ettr_last_hour_frac": hour.ettr_frac,
+        "ops/lost_steps": float(accounted.n_lost_steps),
+        "ops/incident_cost_s": sum(bill.total_s for bill in accounted.bills),
+        **{f"time/{phase.value}_s": us / 1e6 for phase, us in goodput.phases_us.items()},
+    }
+    return {name: value for name, value in figures.items() if value is not None}

@@ -5,11 +5,14 @@ sending twice leaves one (the server knows a point by name, step, instant and va
 clock: the caller decides when, and how long to wait after an error.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ops.ledger import METRICS_FILE, LedgerTail, Tail
+from ops.losses import IncidentBill
+from ops.notify import awaits_cost
 from ops.tracking.base import Point, TrackingRefusedError
 from ops.tracking.cursor import Cursor, load_cursor, save_cursor
 from ops.tracking.mlflow import MlflowTracker, shown_uri
@@ -17,6 +20,8 @@ from ops.tracking.points import points_of_event, points_of_lines
 
 STATE_FILE = Path("tracking") / "mlflow.json"
 """The cursor's file in the run folder."""
+INCIDENTS_FILE = Path("tracking") / "incidents.json"
+"""The table of a run's incidents, in the run folder and, by its name alone, among the run's artifacts."""
 PORTION_BYTES = 64_000
 """Of metrics.jsonl in one portion: some hundred lines, a few batches."""
 
@@ -32,6 +37,7 @@ class MlflowPump:
         self.cursor = load_cursor(self._path, shown_uri(uri))
         self.tracker = MlflowTracker(uri, experiment, self.cursor.run_uid)
         self._is_open = False
+        self._billed: set[tuple[float, str]] = set()
 
     @property
     def is_open(self) -> bool:
@@ -108,11 +114,20 @@ class MlflowPump:
             self._keep(moved)
         return len(lines) + len(events)
 
-    def send_system(self, figures: Mapping[str, float], at: float) -> None:
-        """Send a sample of the driver's node; its step is the number of samples before it."""
+    def send_samples(self, figures: Mapping[str, float], at: float) -> None:
+        """Send figures of one moment (driver's node, goodput); their step is the number of samples before."""
         n = self.cursor.n_system_samples
         self._send([Point(name, value, n, at) for name, value in figures.items()])
         self._keep(replace(self.cursor, n_system_samples=n + 1))
+
+    def send_bills(self, bills: Sequence[IncidentBill]) -> None:
+        """Put what each incident cost into its tag, once it is known; each is sent once by this pump."""
+        for bill in bills:
+            key = (bill.event.at, bill.event.writer)
+            if key not in self._billed and (bill.restart_s > 0 or not awaits_cost(bill.event)):
+                with contextlib.suppress(TrackingRefusedError):
+                    self.tracker.log_bill(bill)
+                self._billed.add(key)
 
     def finish(self, status: str, at: float, artifacts: Sequence[Path]) -> None:
         """End the MLflow run, then send the files that exist.
@@ -124,6 +139,9 @@ class MlflowPump:
         for path in artifacts:
             if path.is_file():
                 self.tracker.log_artifact(path)
+            if path.name == INCIDENTS_FILE.name and path.is_file():
+                with contextlib.suppress(TrackingRefusedError):
+                    self.tracker.name_table(path.name)
         self._keep(replace(self.cursor, settled_status=status))
 
     def unsent_lines(self) -> int:

@@ -327,6 +327,43 @@ def test_infinite_gradient_on_one_rank_skips_the_step_on_all(
         assert rank == [[] for _ in specs]
 
 
+def _infinite_losses(groups: Groups, specs: list[JobSpec]) -> list[list[str]]:
+    """What is wrong after a loss that is infinite on rank 1 while its gradient is not, for each spec."""
+    wrong = []
+    for spec in specs:
+        engine = build_engine(spec, groups, CPU)
+        step_of(engine, spec, groups, 0)
+        before = save(engine)
+        name = "_cross_entropy" if spec.strategy.kind == "deepspeed_pipeline" else "_loss"
+        loss = getattr(engine, name)
+        if groups.rank == 1:
+            setattr(engine, name, lambda logits, labels, loss=loss: loss(logits, labels) + torch.inf)
+        skipped = step_of(engine, spec, groups, 1)
+        setattr(engine, name, loss)
+        unchanged = same(before, save(engine))
+        next_step = step_of(engine, spec, groups, 1)
+        is_named = skipped.is_cause == (groups.rank == 1) or spec.strategy.kind == "deepspeed_pipeline"
+        faults = {
+            "not skipped": not skipped.skipped or next_step.skipped,
+            "loss is finite": math.isfinite(skipped.loss),
+            "another rank is named": not is_named,
+            "state changed": not unchanged,
+        }
+        wrong.append([text for text, is_wrong in faults.items() if is_wrong])
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "layouts", [[zero(stage, dp=2) for stage in (0, 1, 2, 3)], [pipeline(stage, pp=2) for stage in (0, 1)]]
+)
+def test_an_infinite_loss_with_a_finite_gradient_skips_the_step_on_all(
+    layouts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    specs = [spec_of(layout) for layout in layouts]
+    for rank in run_ranks(_infinite_losses, specs[0].strategy.mesh, tmp_path, specs):
+        assert rank == [[] for _ in specs]
+
+
 def _go_on(groups: Groups, spec: JobSpec, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
     return train(groups, spec, range(N_STEPS, 2 * N_STEPS), whole)
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ class LiveRun:
     output: Path
     mark: str
     """All that the driver starts inherits it as MARK."""
-    own_pids: set[int] = field(default_factory=set)
+    own: set[psutil.Process] = field(default_factory=set)
+    """All that were seen: each is its pid and its start, since pids are given anew."""
 
     def wait(self, timeout_s: float = 240.0) -> int:
         """Exit code of the driver."""
@@ -92,7 +93,7 @@ class LiveRun:
         with contextlib.suppress(psutil.NoSuchProcess):
             driver = psutil.Process(self.process.pid)
             found = [driver, *driver.children(recursive=True)]
-            self.own_pids |= {process.pid for process in found}
+            self.own |= set(found)
             return found
         return []
 
@@ -107,15 +108,18 @@ class LiveRun:
         raise AssertionError(f"no process with {marks} among {titles}")
 
     def end(self) -> None:
-        """End the driver and all that descends from it, by pid; fails where something stays for good."""
+        """End the driver and all that descends from it, and nobody who has one of their pids by now.
+
+        Fails where something of the run stays for good.
+        """
         self.processes()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-        for pid in self.own_pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.own:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(10)
         left = self._left_behind()
         for process in left:
@@ -140,22 +144,31 @@ def live_run(
     spec: Path = SPEC,
     flags: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[LiveRun]:
-    """Start `packtrain run` below tmp_path; whatever happens, nothing of it is left at the end."""
+    """Start `packtrain run` below tmp_path; whatever happens, nothing of it is left at the end.
+
+    A `prefix` is put before the command line: it may lead into another namespace.
+    """
     storage = tmp_path / "runs"
     words = [str(spec), "--set", f"run.storage={storage}", "--set", f"run.name={name}"]
-    with _started(tmp_path, ["run", *words, *_sets(overrides), *flags], storage / name, env) as run:
+    with _started(tmp_path, ["run", *words, *_sets(overrides), *flags], storage / name, env, prefix) as run:
         yield run
 
 
 @contextlib.contextmanager
 def resumed_run(
-    tmp_path: Path, name: str, *overrides: str, env: dict[str, str] | None = None
+    tmp_path: Path,
+    name: str,
+    *overrides: str,
+    flags: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[LiveRun]:
     """Start `packtrain resume` of a run that live_run began."""
     storage = tmp_path / "runs"
-    words = ["resume", name, "--storage", str(storage), *_sets(overrides)]
-    with _started(tmp_path, words, storage / name, env) as run:
+    words = ["resume", name, "--storage", str(storage), *_sets(overrides), *flags]
+    with _started(tmp_path, words, storage / name, env, prefix) as run:
         yield run
 
 
@@ -167,13 +180,17 @@ def shard_checksums(run_dir: Path, step: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _started(
-    tmp_path: Path, words: list[str], run_dir: Path, env: dict[str, str] | None
+    tmp_path: Path,
+    words: list[str],
+    run_dir: Path,
+    env: dict[str, str] | None,
+    prefix: Sequence[str],
 ) -> Iterator[LiveRun]:
     mark = f"{run_dir.name}-{words[0]}-{time.monotonic_ns()}"
     output = tmp_path / f"{mark}.txt"
     with output.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "service", *words],
+            [*prefix, sys.executable, "-m", "service", *words],
             cwd=tmp_path,
             env=command_environment(**{**(env or {}), MARK: mark}),
             stdin=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from typing import Any
 from jobs.engines.preload import preload_modules
 from service.env import environment
 from service.fork_client import ForkServer
+from service.going_back import StartPoint
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_state
 
@@ -32,7 +33,13 @@ def start_server(folder: Path, kind: str = "native") -> ForkServer:
     return ForkServer(preload, values, ROOT, folder / "server.log")
 
 
-def run_one_rank(server: ForkServer, run_dir: Path, generation: int = 0, limit_s: float = 45.0) -> RankEnd:
+def run_one_rank(
+    server: ForkServer,
+    run_dir: Path,
+    generation: int = 0,
+    limit_s: float = 45.0,
+    start: StartPoint | None = None,
+) -> RankEnd:
     """One generation of a run of one rank, from its newest checkpoint to its end."""
     request = RankRequest(
         run_dir=str(run_dir),
@@ -46,6 +53,8 @@ def run_one_rank(server: ForkServer, run_dir: Path, generation: int = 0, limit_s
         local_world_size=1,
         node="127.0.0.1",
         log_path=str(log_path(run_dir, 0, 0)),
+        restore_before=start.restore_before if start else None,
+        skip_samples=start.skip_samples if start else (),
     )
     server.fork(request)
     words: dict[str, Mapping[str, Any]] = {}

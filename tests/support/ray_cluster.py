@@ -72,9 +72,11 @@ class RayCluster:
             start_new_session=True,
         )
 
-    def add_node(self, n_cpus: int) -> subprocess.Popen[bytes]:
-        """One more node on this machine."""
-        return self.start_node(f"--address={self.address}", n_cpus=n_cpus)
+    def add_node(self, n_cpus: int, ip: str | None = None) -> subprocess.Popen[bytes]:
+        """One more node on this machine; one with a loopback address of its own (127.0.0.2, ...) is told from
+        the others by Packtrain, which knows nodes by their addresses."""
+        own = [f"--node-ip-address={ip}"] if ip else []
+        return self.start_node(f"--address={self.address}", *own, n_cpus=n_cpus)
 
     def end(self) -> None:
         """End every process of every node."""

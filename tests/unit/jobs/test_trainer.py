@@ -12,6 +12,7 @@ from jobs.engines.build import build_engine
 from jobs.errors import NumericError
 from jobs.events import Progress
 from jobs.optim.schedule import lr_at
+from jobs.spec.job import ResilienceSection
 from jobs.trainer import train
 from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.tiny_runs import (
@@ -193,8 +194,53 @@ def _poisoned(groups, spec, bad_steps):
     return caught, [record.skipped for record in recorder.records], adam_step, gc.isenabled()
 
 
+def _lenient():
+    spec = tiny_spec(2)
+    return spec.model_copy(update={"resilience": ResilienceSection(on_bad_loss="skip")})
+
+
+def _bad_samples(groups, spec):
+    """NaN in the activations of one sequence, which rank 1 has in step 5."""
+    engine = build_engine(spec, groups, torch.device("cpu"))
+    recorder = Recorder()
+    last = []
+
+    def spoil(_module, _inputs, hidden):
+        return hidden * math.nan if groups.rank == 1 and len(recorder.records) == 4 else hidden
+
+    engine.model.embed_tokens.register_forward_hook(spoil)
+    before = None
+
+    def keep(step):
+        nonlocal before
+        if step == 4:
+            before = [(chunk.name, chunk.tensor.clone()) for chunk in engine.chunks()]
+
+    recorder.at_step = keep
+    try:
+        train(spec, engine, SyntheticSource(spec, groups), Progress(), [recorder], groups, _never)
+    except NumericError as error:
+        last = [type(error).__name__, str(error)]
+    is_same = all(
+        torch.equal(tensor, chunk.tensor) for (_, tensor), chunk in zip(before, engine.chunks(), strict=True)
+    )
+    return last, is_same, recorder.records[-1]
+
+
+@pytest.mark.parametrize("policy", ["rollback", "stop"])
+def test_a_loss_that_is_not_finite_ends_the_loop_and_the_rank_is_named_on_all(tmp_path, policy):
+    spec = tiny_spec(2).model_copy(update={"resilience": ResilienceSection(on_bad_loss=policy)})
+    results = run_ranks(_bad_samples, 2, tmp_path, spec)
+    for (_, text), is_same, record in results:
+        assert text.startswith("step 5: loss or gradient was not finite (loss nan")
+        assert "; the loss of rank 1 was not finite)" in text
+        assert is_same
+        assert (record.step, record.skipped) == (5, True)
+    assert [last[0] for last, _, _ in results] == ["NumericEchoError", "NumericError"]
+
+
 def test_an_overflow_is_skipped_by_all_and_counted_as_a_step(tmp_path):
-    for caught, skipped, adam_step, _ in run_ranks(_poisoned, 2, tmp_path, tiny_spec(2), (5, 9, 10)):
+    for caught, skipped, adam_step, _ in run_ranks(_poisoned, 2, tmp_path, _lenient(), (5, 9, 10)):
         assert caught is None
         assert [step + 1 for step, one in enumerate(skipped) if one] == [5, 9, 10]
         assert len(skipped) == STEPS
@@ -204,7 +250,7 @@ def test_an_overflow_is_skipped_by_all_and_counted_as_a_step(tmp_path):
 def test_too_many_in_a_row_stop_the_run_on_all_ranks_at_the_same_step(tmp_path):
     """deepspeedai/DeepSpeed#1773: a run whose every gradient overflows ends with a reason."""
     for caught, skipped, adam_step, gc_is_on in run_ranks(
-        _poisoned, 2, tmp_path, tiny_spec(2), tuple(range(10, 99))
+        _poisoned, 2, tmp_path, _lenient(), tuple(range(10, 99))
     ):
         assert caught.startswith("step 13: the gradient was not finite in it and the 3 steps before it")
         assert "resilience.max_skipped_steps=3" in caught

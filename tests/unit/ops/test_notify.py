@@ -1,6 +1,3 @@
-import contextlib
-import json
-import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +6,17 @@ import pytest
 
 from ops.ledger import Event
 from ops.losses import IncidentBill
-from ops.notify import Notice, Notifier, NotifyLimits, incident_notices, may_send
+from ops.notify import (
+    Level,
+    Notice,
+    Notifier,
+    NotifyLimits,
+    begun_notices,
+    cost_notices,
+    end_notice,
+    may_send,
+)
+from tests.support.http_target import dead_port, target
 
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated")  # by a plug-in that Apprise loads
 
@@ -33,43 +40,8 @@ def bill(action="RESTART_RANKS", detected_at=100.0, restart_s=2.5, failure_class
     return IncidentBill(event, 1.0, 0.25, restart_s, 0.5, 4, 4.0)
 
 
-@contextlib.contextmanager
-def target(answer_after_s=0.0, status=200):
-    """A real HTTP server on loopback; gives its port and the messages that it got."""
-    got, is_over = [], threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            is_over.wait(answer_after_s)
-            with contextlib.suppress(OSError):
-                self.send_response(status)
-                self.end_headers()
-
-        def log_message(self, *_args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield server.server_port, got
-    finally:
-        is_over.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def dead_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def notice(number=0):
-    return Notice(f"key-{number}", f"title {number}", "body", is_urgent=True)
+def notice(number=0, level=Level.WARNING):
+    return Notice(f"key-{number}", f"title {number}", "body", level)
 
 
 def until(condition, limit_s=10.0):
@@ -79,53 +51,83 @@ def until(condition, limit_s=10.0):
         time.sleep(0.02)
 
 
-def test_one_message_an_incident_with_class_culprit_action_and_cost():
+def test_an_incident_is_told_when_it_begins_and_when_it_is_over():
     with target() as (port, got):
         notifier = Notifier([f"json://user:s3cret@127.0.0.1:{port}/hook"], QUICK)
         for _ in range(3):  # the driver looks again and again
-            notifier.send(incident_notices("demo", [bill()], now=103.0, n_ranks=64))
-        until(lambda: got)
+            notifier.send(begun_notices("demo", [bill().event]))
+            notifier.send(cost_notices("demo", [bill()], now=103.0, n_ranks=64))
+        until(lambda: len(got) == 2)
         assert notifier.close() == []
-    (message,) = got
-    assert message["title"] == "demo: hang, rank 3 (node 10.0.0.3), RESTART_RANKS"
-    assert message["type"] == "warning"
-    lines = message["message"].splitlines()
-    assert lines[:6] == [
+    begun, over = got
+    assert begun["title"] == "demo: hang, rank 3 (node 10.0.0.3), RESTART_RANKS"
+    assert begun["type"] == "warning"
+    what = [
         "class    hang",
         "culprit  rank 3 (node 10.0.0.3)",
         "action   RESTART_RANKS: restart 1 of 10",
         "step     40",
-        "cost     7.5 s (detect 1.0 s, decide 0.2 s, restart 1.8 s, reload 0.5 s, recompute 4.0 s), "
-        "4 steps to be trained again; 0.13 rank-hours",
         "runbook  ops/runbooks/hang.md",
     ]
-    assert message["message"].endswith("the last line")
-    assert len(message["message"]) < 1200
+    assert begun["message"].splitlines()[:5] == what
+    assert begun["message"].endswith("the last line")
+    assert len(begun["message"]) < 1200
+    assert over["title"] == f"{begun['title']}: over"
+    assert over["type"] == "success"
+    assert over["message"].splitlines() == [
+        *what,
+        "cost     7.5 s (detect 1.0 s, decide 0.2 s, restart 1.8 s, reload 0.5 s, recompute 4.0 s), "
+        "4 steps to be trained again; 0.13 rank-hours",
+    ]
 
 
-def test_a_message_waits_for_its_cost_but_not_for_ever():
+def test_an_incident_that_does_not_end_is_told_of_once_more():
     open_bill = bill(restart_s=0.0)
-    assert incident_notices("demo", [open_bill], now=150.0) == []
-    (late,) = incident_notices("demo", [open_bill], now=400.0)
+    assert cost_notices("demo", [open_bill], now=150.0) == []
+    (late,) = cost_notices("demo", [open_bill], now=400.0)
     assert "so far: it does not train again yet" in late.body
-    assert late.is_urgent
-    (over,) = incident_notices("demo", [bill()], now=101.0)
-    assert over.key == late.key
+    assert (late.level, late.title[-8:]) == (Level.FAILURE, "not over")
+    (over,) = cost_notices("demo", [bill()], now=401.0)
+    (begun,) = begun_notices("demo", [open_bill.event])
+    assert len({late.key, over.key, begun.key}) == 3
 
 
 @pytest.mark.parametrize("action", ["STOP", "PAGE"])
-def test_what_ends_the_run_or_calls_people_is_told_at_once(action):
-    (found,) = incident_notices("demo", [bill(action, restart_s=0.0)], now=100.0)
-    assert found.is_urgent
+def test_what_ends_the_run_or_calls_people_is_told_once_and_asks_for_somebody(action):
+    told = bill(action, restart_s=0.0)
+    (found,) = begun_notices("demo", [told.event])
+    assert found.level is Level.FAILURE
+    assert cost_notices("demo", [told], now=1e6) == []
 
 
-def test_nobody_is_told_of_what_is_only_observed_benign_or_old():
-    quiet = [bill("OBSERVE"), bill(failure_class="benign"), bill(detected_at=50.0)]
-    assert incident_notices("demo", quiet, now=1000.0, since=60.0) == []
+def test_a_restart_that_somebody_should_look_at_asks_for_somebody():
+    (found,) = begun_notices("demo", [bill(calls_people=True).event])
+    assert found.level is Level.FAILURE
+
+
+def test_nobody_is_told_of_what_is_only_observed_or_benign():
+    quiet = [bill("OBSERVE"), bill(failure_class="benign")]
+    assert begun_notices("demo", [one.event for one in quiet]) == []
+    assert cost_notices("demo", quiet, now=1000.0) == []
+
+
+def test_other_events_are_no_incidents():
+    assert begun_notices("demo", [Event(at=1.0, kind="restored", writer="rank-00000")]) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "level"), [("FINISHED", "success"), ("FAILED", "failure"), ("STOPPED", "info")]
+)
+def test_the_end_says_status_step_and_error(status, level):
+    found = end_notice("demo", status, "Traceback" + "x" * 5000, 40)
+    assert (found.title, found.level) == (f"demo: {status}", level)
+    assert found.body.startswith(f"status   {status}\nstep     40\nerror\nTraceback")
+    assert len(found.body) < 1600
+    assert "error" not in end_notice("demo", status, "", 40).body
 
 
 def test_two_incidents_of_one_moment_are_two_messages():
-    found = incident_notices("demo", [bill(), bill(failure_class="network")], now=101.0)
+    found = begun_notices("demo", [bill().event, bill(failure_class="network").event])
     assert len({one.key for one in found}) == 2
 
 
@@ -196,6 +198,17 @@ def test_a_flood_is_held_back_and_counted():
         (line,) = notifier.close()
     assert [message["title"] for message in got] == ["title 0", "title 1", "title 2"]
     assert line == "notifications, target 1 (json): 7 were held back by the limit of 3 an hour"
+
+
+def test_what_asks_for_somebody_is_not_held_back_by_a_flood_of_the_rest():
+    with target() as (port, got):
+        notifier = Notifier([f"json://127.0.0.1:{port}/"], NotifyLimits(per_hour=3))
+        notifier.send(notice(number) for number in range(5))
+        notifier.send([notice(5, Level.FAILURE)])
+        until(lambda: len(got) == 4)
+        notifier.close()
+    assert got[-1]["title"] == "title 5"
+    assert "2 earlier messages were held back" in got[-1]["message"]
 
 
 def test_the_limit_is_of_each_hour():

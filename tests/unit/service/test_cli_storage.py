@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from jobs.spec.load import load_spec
-from service.coordinator import Coordinator, ShellInfo
+from service.coordinator import Coordinator
+from service.orders import ShellInfo
 from service.preflight import estimate_checkpoint
 from tests.support.live_runs import command_environment
 

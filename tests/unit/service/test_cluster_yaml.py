@@ -48,6 +48,8 @@ def test_dashboard_stays_on_loopback_and_lost_nodes_are_noticed_soon(name: str):
     start = start_commands(load(name))["head"][-1]
     assert "--dashboard-host=127.0.0.1" in shlex.split(start)
     limits = dict(word.split("=") for word in shlex.split(start.replace(";", " ")) if "health_check" in word)
+    rows = [row.split("|") for row in (ROOT / "docs" / "cluster.md").read_text().splitlines()]
+    assert limits == {row[1].strip(): row[3].strip() for row in rows if len(row) > 3 and "_check_" in row[1]}
     period_ms, timeout_ms, failures = (
         int(limits[f"RAY_health_check_{key}"]) for key in ("period_ms", "timeout_ms", "failure_threshold")
     )

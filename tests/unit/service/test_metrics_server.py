@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jobs.errors import PacktrainError, SpecError
 from ops.ledger import MetricsWriter
-from service.metrics_server import MetricsServer, RunFollower, metrics_text
+from service.metrics_server import MetricsServer, metrics_text
+from service.run_follower import RunFollower
 from tests.support.runs import make_run, step_record, tiny_spec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,7 +68,7 @@ def until(condition, limit_s=10.0):
 
 def test_a_scrape_follows_a_living_run_and_goes_on_after_its_end(living):
     run_dir, ledger, metrics = living
-    with MetricsServer(run_dir, refresh_s=0.02) as server:
+    with MetricsServer(RunFollower(run_dir), refresh_s=0.02) as server:
         headers, body = scrape(server.port)
         assert headers["Content-Type"].startswith("text/plain; version=")
         assert value(body.decode(), "packtrain_step", run="demo") == 1
@@ -89,16 +90,19 @@ def test_a_scrape_follows_a_living_run_and_goes_on_after_its_end(living):
 
 
 def test_it_listens_on_loopback_only(living):
-    with MetricsServer(living[0]) as server:
+    with MetricsServer(RunFollower(living[0])) as server:
         listening = [c for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == server.port]
         assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
 
 
 def test_a_taken_port_and_an_unknown_run_are_one_sentence(living, tmp_path):
-    with MetricsServer(living[0]) as server, pytest.raises(PacktrainError, match="choose another --port"):
-        MetricsServer(living[0], port=server.port)
+    with (
+        MetricsServer(RunFollower(living[0])) as server,
+        pytest.raises(PacktrainError, match="choose another port"),
+    ):
+        MetricsServer(RunFollower(living[0]), port=server.port)
     with pytest.raises(SpecError, match="no run"):
-        MetricsServer(tmp_path / "nobody")
+        MetricsServer(RunFollower(tmp_path / "nobody"))
 
 
 def test_a_reader_that_follows_says_what_one_that_reads_all_says(living):
@@ -127,7 +131,7 @@ def test_twenty_thousand_steps_are_worked_out_in_seconds_and_scraped_at_once(liv
     with (run_dir / "metrics.jsonl").open("w") as file:
         for step in range(1, 20_001):
             file.write(json.dumps({**line, "step": step, "at": line["at"] + step / 1e5}) + "\n")
-    with MetricsServer(run_dir, refresh_s=0.01) as server:
+    with MetricsServer(RunFollower(run_dir), refresh_s=0.01) as server:
         began = time.monotonic()
         for _ in range(3):
             assert value(scrape(server.port)[1].decode(), "packtrain_step") == 20_000

@@ -19,6 +19,7 @@ from ops.ledger import MetricsWriter
 from ops.node_book import NodeBook
 from ops.quarantine import ChangeKind, NodeChange, Owner
 from service.metrics_server import MetricsServer
+from service.run_follower import RunFollower
 from tests.support.runs import make_run, step_record, tiny_spec
 
 OPS = Path(__file__).resolve().parents[3] / "ops"
@@ -127,7 +128,10 @@ def dashboard_queries():
 
 
 def test_every_query_of_the_dashboards_is_answered_and_the_rules_run(run_dir, tmp_path):
-    with MetricsServer(run_dir, refresh_s=0.2) as server, prometheus(tmp_path, server.port) as found:
+    with (
+        MetricsServer(RunFollower(run_dir), refresh_s=0.2) as server,
+        prometheus(tmp_path, server.port) as found,
+    ):
         found.wait_for("count_over_time(packtrain_step[1m]) >= 3")
         found.wait_for('ALERTS{alertname="PacktrainNoSpares",alertstate="firing"}')
         (target,) = found.get("targets")["activeTargets"]

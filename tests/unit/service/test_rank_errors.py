@@ -26,7 +26,7 @@ optim: {lr: 1e-3, schedule: {kind: constant}}
 train: {steps: 12, global_batch_size: 4, micro_batch_size: 4}
 run: {name: one, storage: runs}
 checkpoint: {every_steps: 1, asynchronous: false}
-resilience: {max_skipped_steps: 2}
+resilience: {on_bad_loss: skip, max_skipped_steps: 2}
 tracking: {mlflow: false, peak_tflops: 1.0}
 """
 

@@ -26,12 +26,13 @@ def test_the_ledger_of_a_coordinator_gives_the_same_decisions(tmp_path: Path) ->
 
     async def run() -> None:
         for number, failure_class in enumerate(HAPPENED):
+            await coordinator.begin_attempt(number, 1)
             incident = Incident(failure_class, f"node n{number}", "line", number, 1.0 + number, 2.0 + number)
             await coordinator.record_incident(incident)
 
     asyncio.run(run())
     events = read_ledger(tmp_path)
     recorded = [event.text("action") for event in events]
-    assert {"RESTART", "STOP"} == set(recorded)
+    assert {"RESTART", "RESTART_WITHOUT_NODE", "STOP"} == set(recorded)
     assert [decision.action.value for _, decision in replay(events, BUDGETS)] == recorded
     assert [decision.reason for _, decision in replay(events, BUDGETS)] == [e.text("reason") for e in events]

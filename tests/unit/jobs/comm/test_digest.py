@@ -6,10 +6,7 @@ import time
 import pytest
 import torch
 
-from jobs.comm.digest import N_COLUMNS, digest, digests_of_replicas
-from jobs.comm.groups import Axis
-from ops.monitors.replica_digest import vote
-from tests.support.ranks import run_ranks
+from jobs.comm.digest import N_COLUMNS, digest
 
 SIZES = [1, 3, 1000, N_COLUMNS, 3 * N_COLUMNS + 17]
 
@@ -93,26 +90,6 @@ def test_it_is_the_written_formula():
         words
     )
     assert digest(torch.tensor(words, dtype=torch.int32)).item() % (1 << 64) == total % (1 << 64)
-
-
-def _with_one_flipped_bit(groups):
-    buckets = [parameters(1000), parameters(20_000, torch.bfloat16), parameters(77)]
-    before = digests_of_replicas(buckets, groups.dp)
-    if groups.rank == 2:
-        flip(buckets[1], 123_456)
-    return before, digests_of_replicas(buckets, groups.dp)
-
-
-def test_all_replicas_learn_which_rank_and_bucket_lied(tmp_path):
-    for before, after in run_ranks(_with_one_flipped_bit, 3, tmp_path):
-        assert vote(1, before) is None
-        found = vote(2, after)
-        assert (found.odd_ranks, found.buckets) == ((2,), (1,))
-
-
-def test_a_lone_rank_is_its_own_replica():
-    digests = digests_of_replicas([parameters(10), parameters(20)], Axis((5,), 0, None))
-    assert digests == {5: (digest(parameters(10)).item(), digest(parameters(20)).item())}
 
 
 def test_cost():

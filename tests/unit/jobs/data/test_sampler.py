@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.data.sampler import GlobalSampler, ordinals_for
+from jobs.data.sampler import GlobalSampler, ordinals_for, step_ordinals
 from jobs.errors import DataError
 
 
@@ -113,7 +113,7 @@ def test_an_empty_source_and_a_vanishing_weight_are_refused() -> None:
 @given(micro=st.integers(1, 4), accum=st.integers(1, 4), dp=st.integers(1, 5), start=st.integers(0, 10**12))
 def test_every_layout_trains_on_the_same_set(micro: int, accum: int, dp: int, start: int) -> None:
     whole = micro * accum * dp
-    ranks = [ordinals_for(start, whole, micro, accum, dp, rank) for rank in range(dp)]
+    ranks = [ordinals_for(step_ordinals(start, whole), micro, accum, dp, rank) for rank in range(dp)]
     assert all(rank.shape == (accum, micro) for rank in ranks)
     # The documented order: micro-step, then rank, then row.
     dealt = [ordinal for step in range(accum) for rank in ranks for ordinal in rank[step].tolist()]
@@ -122,6 +122,23 @@ def test_every_layout_trains_on_the_same_set(micro: int, accum: int, dp: int, st
 
 def test_wrong_rank_arithmetic_is_refused() -> None:
     with pytest.raises(ValueError, match="global_batch=8"):
-        ordinals_for(0, 8, 2, 2, 3, 0)
+        ordinals_for(step_ordinals(0, 8), 2, 2, 3, 0)
     with pytest.raises(ValueError, match="dp_rank=2"):
-        ordinals_for(0, 8, 2, 2, 2, 2)
+        ordinals_for(step_ordinals(0, 8), 2, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("start", "skipped", "expected"),
+    [
+        (3, (), [3, 4, 5, 6]),
+        (3, ((0, 3),), [3, 4, 5, 6]),
+        (3, ((3, 5),), [5, 6, 7, 8]),
+        (3, ((1, 5),), [5, 6, 7, 8]),
+        (3, ((7, 9),), [3, 4, 5, 6]),
+        (3, ((6, 9),), [3, 4, 5, 9]),
+        (3, ((20, 30), (5, 6), (4, 8), (8, 9)), [3, 9, 10, 11]),
+        (3, ((0, 100), (4, 5)), [100, 101, 102, 103]),
+    ],
+)
+def test_skipped_ranges_are_passed_over(start, skipped, expected):
+    assert step_ordinals(start, 4, skipped).tolist() == expected

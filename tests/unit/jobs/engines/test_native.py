@@ -1,6 +1,7 @@
 """The native engine by itself: skipped steps, evaluation, state as chunks, stop and resume bit for bit."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -140,6 +141,30 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(tmp_path, bad, preci
         assert unchanged == skipped
         assert [math.isfinite(norm) for norm in norms] == [not one for one in skipped]
         assert n_updates == 4
+
+
+def _one_infinite_loss(groups, spec):
+    """The loss of the last rank is infinite in step 1, its gradient is not."""
+    engine = build_engine(spec, groups, CPU)
+    model = engine.model
+    whole = model.operations
+    engine_step(engine, spec, groups.dp.rank, 0)
+    before = _state(engine)
+    if groups.rank == 1:
+        model.operations = replace(whole, loss=lambda logits, labels: whole.loss(logits, labels) + math.inf)
+    result = engine_step(engine, spec, groups.dp.rank, 1)
+    unchanged = _is_same(before, _state(engine))
+    model.operations = whole
+    return result, unchanged, engine_step(engine, spec, groups.dp.rank, 1).skipped
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_kahan"])
+def test_an_infinite_loss_with_a_finite_gradient_skips_the_step_on_all(tmp_path, precision):
+    results = run_ranks(_one_infinite_loss, 2, tmp_path, tiny_spec(2, 1, precision))
+    for result, unchanged, is_next_skipped in results:
+        assert (result.skipped, unchanged, is_next_skipped) == (True, True, False)
+        assert (math.isfinite(result.grad_norm), math.isfinite(result.loss)) == (True, False)
+    assert [result.is_cause for result, _, _ in results] == [False, True]
 
 
 # Evaluation, overlap, and what a user may get wrong

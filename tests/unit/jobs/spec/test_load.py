@@ -372,3 +372,19 @@ def test_imports_neither_torch_nor_ray():
     root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ["[slack://s3cret/token]", "slack://s3cret", '["${URL}", "s3cret${URL}"]', '["${}"]']
+)
+def test_urls_of_notifications_are_never_in_the_spec_and_never_quoted(write_spec, value):
+    path = write_spec(f"{VALID}\ntracking:\n  notify: {value}\n")
+    with pytest.raises(SpecError, match="put the URL into an environment variable") as caught:
+        load_spec(path)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_notifications_name_environment_variables(write_spec):
+    spec = load_spec(write_spec(f"{VALID}\ntracking:\n  notify: ['${{OPS_URL}}']\n"))
+    assert spec.tracking.notify == ("${OPS_URL}",)
+    assert spec_from_json(resolved_json(spec)) == spec

@@ -1,15 +1,18 @@
 """The tracker and the pump against the real sqlite store."""
 
+import json
 import math
 import time
 
 import pytest
 from mlflow.tracking import MlflowClient
 
-from ops.ledger import Event, JsonLinesWriter, MetricsWriter
+from ops.incident_rows import incident_table
+from ops.ledger import Event, JsonLinesWriter, MetricsWriter, read_ledger
+from ops.losses import IncidentBill
 from ops.tracking.base import Point, TrackingRefusedError
 from ops.tracking.mlflow import MlflowTracker, embedded_uri, shown_uri
-from ops.tracking.pump import MlflowPump
+from ops.tracking.pump import INCIDENTS_FILE, MlflowPump
 from tests.support.runs import make_run, step_record, tiny_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MLflow stands on
@@ -203,3 +206,42 @@ def test_a_run_that_was_deleted_on_the_server_is_refused_with_the_way_back(run, 
         open_pump(MlflowPump(run_dir, uri, "packtrain"))
     client.restore_run(run_id)
     open_pump(MlflowPump(run_dir, uri, "packtrain"))
+
+
+def test_an_incident_gets_its_bill_once_it_is_over_and_the_incidents_are_a_table(run, uri, monkeypatch):
+    run_dir, ledger, pump = run
+    client, run_id = open_pump(pump)
+    named = {
+        "class": "hang",
+        "culprit": "rank 1 (node 10.0.0.3)",
+        "action": "RESTART_WITHOUT_NODE",
+        "step": 3,
+    }
+    nodes = {"exclude": ["10.0.0.3"], "strikes": [["10.0.0.3", 1.0]], "detector": "collective_hang"}
+    ledger.write("incident", at=5003.5, **named, **nodes)
+    while pump.send_portion():
+        pass
+    (event,) = read_ledger(run_dir)
+    still_open = IncidentBill(event, 1.0, 0.0, 0.0, 0.0, 0, 0.0)
+    over = IncidentBill(event, 1.0, 0.0, 2.5, 0.5, 4, 4.0)
+
+    def incident_tags():
+        tags = client.get_run(run_id).data.tags
+        return [text for key, text in tags.items() if key.startswith("packtrain.incident.")]
+
+    handled = "seen by collective_hang; keeps off 10.0.0.3; strikes: 10.0.0.3 +1"
+    pump.send_bills([still_open])
+    assert incident_tags() == [f"hang | rank 1 (node 10.0.0.3) | RESTART_WITHOUT_NODE | step 3 | {handled}"]
+    pump.send_bills([over])
+    (text,) = incident_tags()
+    assert "| step 3 | detect 1.00 s | restart 2.50 s | 4 steps lost | seen by" in text
+    table = run_dir / INCIDENTS_FILE
+    table.parent.mkdir(exist_ok=True)
+    table.write_text(json.dumps(incident_table([over])))
+    pump.finish("FINISHED", 6000.0, [table])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    experiment = client.get_experiment_by_name("packtrain").experiment_id
+    rows = client.load_table(experiment, "incidents.json", [run_id])
+    assert rows[["class", "nodes", "restart_s", "lost_steps", "strikes"]].values.tolist() == [
+        ["hang", "10.0.0.3", 2.5, 4, "10.0.0.3 +1"]
+    ]
