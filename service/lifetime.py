@@ -22,11 +22,11 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def end_with_raylet() -> None:
-    """Have this Ray worker end with the node that runs it.
+    """Have this Ray worker end with the node that runs it; nothing in a process that is none.
 
     Ray's own way is to notice the dead node and to leave, and a worker that leaves while its node goes can
     wait for itself for ever ("Destructing CoreWorkerProcessImpl" ends its log): nobody would ever end it.
     """
-    parent_pid = int(get_env("RAY_RAYLET_PID") or os.getppid())
-    if parent_pid == os.getppid():  # else something stands between: a container's init, a profiler
-        end_with_parent(parent_pid)
+    raylet_pid = get_env("RAY_RAYLET_PID")
+    if raylet_pid == str(os.getppid()):  # else something stands between: a container's init, a profiler
+        end_with_parent(int(raylet_pid))

@@ -85,7 +85,7 @@ def test_paths_that_are_not_there(folder: Path) -> None:
     [
         (b'{"text": "a"}\n{"text": \n', ":2: not JSON (Expecting value at column 1)"),
         (b'{"text": "a"}\n{"txt": "b"}\n', ":2: no key 'text', the line has keys ['txt']; set text_key"),
-        (b'{"text": "a"}\n{"text": 5}\n', ":2: 'text' is a int, it must be a string"),
+        (b'{"text": "a"}\n{"text": 5}\n', ":2: 'text' is 5, it must be a string"),
         (b'{"text": "a"}\n[1]\n', ":2: no key 'text', the line has a list"),
         (b'{"text": "caf\xe9"}\n', ":1: not UTF-8 text (byte 13 of the line"),
         (b'{"text": "\\ud800"}\n', ":1: 'text' holds half of a surrogate pair at character 0"),

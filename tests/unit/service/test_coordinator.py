@@ -36,9 +36,9 @@ def gone(rank: int, exit_code: int) -> RankExit:
     return RankExit(rank=rank, node="10.0.0.1", at=1.0, exit_code=exit_code)
 
 
-def test_a_killed_rank_takes_its_generation_with_it_and_the_next_one_starts(tmp_path: Path) -> None:
+def test_a_killed_rank_takes_its_generation_with_it_and_the_next_one_starts(run_dir: Path) -> None:
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         await coordinator.report_exit(0, 0, gone(1, -9), "")
         assert await kinds(coordinator) == ["start", "kill"]
         await coordinator.report_exit(0, 0, gone(0, -9), "")
@@ -50,25 +50,25 @@ def test_a_killed_rank_takes_its_generation_with_it_and_the_next_one_starts(tmp_
 
 
 def test_storage_that_cannot_be_read_is_no_reason_to_leave_the_ranks_without_a_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stale(_folder: Path) -> int | None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         await coordinator.report_exit(0, 0, gone(1, -9), "")
         assert await kinds(coordinator) == ["start", "kill"]
 
     monkeypatch.setattr(decisions, "newest_committed_step", stale)
-    (tmp_path / "metrics.jsonl").mkdir()  # reading it is an error as well
+    (run_dir / "metrics.jsonl").mkdir()  # reading it is an error as well
     asyncio.run(play())
-    assert [event.fields["action"] for event in read_ledger(tmp_path)] == ["RESTART_RANKS"]
+    assert [event.fields["action"] for event in read_ledger(run_dir)] == ["RESTART_RANKS"]
 
 
-def test_abandoning_an_attempt_does_not_change_how_it_has_ended(tmp_path: Path) -> None:
+def test_abandoning_an_attempt_does_not_change_how_it_has_ended(run_dir: Path) -> None:
     async def play(n_finished: int) -> str:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         for rank in range(n_finished):
             await coordinator.report_exit(0, 0, gone(rank, 0), "finished")
         await coordinator.abandon()
@@ -79,9 +79,9 @@ def test_abandoning_an_attempt_does_not_change_how_it_has_ended(tmp_path: Path) 
     assert asyncio.run(play(1)) == "stopped"
 
 
-def test_a_stop_request_reaches_a_generation_that_starts_after_it(tmp_path: Path) -> None:
+def test_a_stop_request_reaches_a_generation_that_starts_after_it(run_dir: Path) -> None:
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         await coordinator.report_exit(0, 0, gone(1, -9), "")
         await coordinator.request_stop()
         await coordinator.report_exit(0, 0, gone(0, -9), "")
@@ -93,9 +93,9 @@ def test_a_stop_request_reaches_a_generation_that_starts_after_it(tmp_path: Path
 PREEMPTED = Incident(FailureClass.PREEMPTION, "node 10.0.0.1", "drained", 3, 1.0, 1.0)
 
 
-def test_ranks_that_go_on_save_and_leave_before_a_new_attempt(tmp_path: Path) -> None:
+def test_ranks_that_go_on_save_and_leave_before_a_new_attempt(run_dir: Path) -> None:
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         decision = await coordinator.report_finding(PREEMPTED)
         assert (decision.action, decision.at_checkpoint) == (Action.RESTART_WITHOUT_NODE, True)
         assert await kinds(coordinator) == ["start", "terminate"]
@@ -110,10 +110,10 @@ def test_ranks_that_go_on_save_and_leave_before_a_new_attempt(tmp_path: Path) ->
 
 
 def test_a_rank_that_dies_while_it_is_to_leave_ends_the_attempt_and_the_node_stays_left(
-    tmp_path: Path,
+    run_dir: Path,
 ) -> None:
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         await coordinator.report_finding(PREEMPTED)
         await coordinator.report_exit(0, 0, gone(0, -9), "")
         outcome = await coordinator.outcome()
@@ -124,9 +124,9 @@ def test_a_rank_that_dies_while_it_is_to_leave_ends_the_attempt_and_the_node_sta
     asyncio.run(play())
 
 
-def test_ranks_that_do_not_leave_in_time_are_ended_as_they_are(tmp_path: Path) -> None:
+def test_ranks_that_do_not_leave_in_time_are_ended_as_they_are(run_dir: Path) -> None:
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path, budgets='{"stop_grace_s": 0.05}')
+        coordinator = await two_ranks(run_dir, budgets='{"stop_grace_s": 0.05}')
         decision = await coordinator.report_finding(PREEMPTED)
         await asyncio.sleep(0.2)
         assert await kinds(coordinator) == ["start", "terminate", "end"]
@@ -135,9 +135,9 @@ def test_ranks_that_do_not_leave_in_time_are_ended_as_they_are(tmp_path: Path) -
     asyncio.run(play())
 
 
-def test_what_is_only_told_leaves_the_ranks_alone(tmp_path: Path) -> None:
+def test_what_is_only_told_leaves_the_ranks_alone(run_dir: Path) -> None:
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         full = Incident(FailureClass.STORAGE, "storage", "disk full", 3, 1.0, 1.0)
         assert (await coordinator.report_finding(full)).action is Action.PAGE
         assert await kinds(coordinator) == ["start"]
@@ -150,12 +150,12 @@ def test_what_is_only_told_leaves_the_ranks_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_lost_peer_on_a_node_that_is_silent_is_left_to_who_sees_nodes(
-    is_heard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_heard: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_module, "EVIDENCE_WINDOW_S", 0.1)
 
     async def play() -> None:
-        coordinator = Coordinator(str(tmp_path), "{}")
+        coordinator = Coordinator(str(run_dir), "{}")
         coordinator._watch.reports_every_s = 0.05
         await coordinator.begin_attempt(0, 2)
         for rank in range(2):
@@ -168,12 +168,12 @@ def test_a_lost_peer_on_a_node_that_is_silent_is_left_to_who_sees_nodes(
             await asyncio.sleep(0.02)
             if is_heard:
                 await coordinator.report_node(NodeReport(0, "10.0.0.1"))
-        told = [event.text("class") for event in read_ledger(tmp_path) if event.kind == "incident"]
+        told = [event.text("class") for event in read_ledger(run_dir) if event.kind == "incident"]
         assert told == (["network"] if is_heard else [])
         lost = Incident(FailureClass.NODE_LOST, "node 10.0.0.1", "heartbeats", 3, 1.0, 1.0)
         await coordinator.record_incident(lost)
         await asyncio.sleep(0.5)
-        incidents = [event for event in read_ledger(tmp_path) if event.kind == "incident"]
+        incidents = [event for event in read_ledger(run_dir) if event.kind == "incident"]
         assert [one.text("class") for one in incidents] == [*told, "node_lost"]
 
     asyncio.run(play())

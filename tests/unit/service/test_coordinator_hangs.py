@@ -50,9 +50,9 @@ def incidents(run_dir: Path) -> list[dict[str, object]]:
     return [dict(event.fields) for event in read_ledger(run_dir) if event.kind == "incident"]
 
 
-def test_evidence_is_taken_before_the_kill_and_exits_meanwhile_start_nothing(tmp_path: Path) -> None:
+def test_evidence_is_taken_before_the_kill_and_exits_meanwhile_start_nothing(run_dir: Path) -> None:
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         await coordinator.report_node(stuck(1.0))
         assert await kinds(coordinator) == ["start"]
         await asyncio.sleep(1.0)  # one look a second
@@ -69,19 +69,19 @@ def test_evidence_is_taken_before_the_kill_and_exits_meanwhile_start_nothing(tmp
         assert await kinds(coordinator) == ["start", "witness", "kill", "start"]
 
     asyncio.run(play())
-    (incident,) = incidents(tmp_path)
+    (incident,) = incidents(run_dir)
     assert (incident["class"], incident["culprit"]) == ("hang", f"rank 1 (node {NODE})")
     assert "stacks of rank 1" in str(incident["evidence"])
     assert incident["detector"] == "collective_hang"
 
 
 def test_shells_that_say_nothing_do_not_keep_the_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_module, "WITNESS_LIMIT_S", 0.1)
 
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         judged = asyncio.create_task(coordinator.report_node(stuck(1e4)))
         await asyncio.sleep(0.02)
         await coordinator.report_testimony(0, 0, found(0, "T"))
@@ -89,19 +89,19 @@ def test_shells_that_say_nothing_do_not_keep_the_verdict(
         assert await kinds(coordinator) == ["start", "witness", "kill"]
 
     asyncio.run(play())
-    assert [one["culprit"] for one in incidents(tmp_path)] == [f"rank 0 (node {NODE})"]
+    assert [one["culprit"] for one in incidents(run_dir)] == [f"rank 0 (node {NODE})"]
 
 
-def test_where_hangs_are_only_observed_it_is_said_once_and_nobody_is_killed(tmp_path: Path) -> None:
+def test_where_hangs_are_only_observed_it_is_said_once_and_nobody_is_killed(run_dir: Path) -> None:
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path, '{"observe": ["collective_hang"]}')
+        coordinator = await two_ranks(run_dir, '{"observe": ["collective_hang"]}')
         await coordinator.report_node(stuck(1e4))
         await asyncio.sleep(1.0)
         await coordinator.report_node(stuck(1e4))
         assert await kinds(coordinator) == ["start"]
 
     asyncio.run(play())
-    assert len(incidents(tmp_path)) == 1
+    assert len(incidents(run_dir)) == 1
 
 
 class FakeAgent:
@@ -118,13 +118,13 @@ class FakeAgent:
 
 @pytest.mark.parametrize(("wait_s", "expected"), [(0.0, "host_out_of_memory"), (30.0, "worker_killed")])
 def test_agents_are_asked_why_a_rank_died_and_a_slow_one_is_not_waited_for(
-    wait_s: float, expected: str, tmp_path: Path
+    wait_s: float, expected: str, run_dir: Path
 ) -> None:
     entity = Entity(EntityKind.NODE, NODE)
     kill = Signal(time.time(), "cgroup_memory", "oom_kill", entity, 1.0, "oom_kill rose by 1")
 
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         await coordinator.join_agent(0, "id", FakeAgent([kill], wait_s))
         begun = time.monotonic()
         await coordinator.report_exit(0, 0, gone(1, -9), "")
@@ -133,21 +133,21 @@ def test_agents_are_asked_why_a_rank_died_and_a_slow_one_is_not_waited_for(
         assert await kinds(coordinator) == ["start", "kill", "start"]
 
     asyncio.run(play())
-    assert [one["class"] for one in incidents(tmp_path)] == [expected]
+    assert [one["class"] for one in incidents(run_dir)] == [expected]
 
 
-def test_what_agents_tell_is_written_down(tmp_path: Path) -> None:
+def test_what_agents_tell_is_written_down(run_dir: Path) -> None:
     down = Signal(5.0, "nics", "nic_down", Entity(EntityKind.LINK, "eth0", NODE), None, "eth0 is down")
 
     async def play() -> None:
-        coordinator = await two_ranks(tmp_path)
+        coordinator = await two_ranks(run_dir)
         off = SwitchedOff("disks", "RuntimeError: boom")
         await coordinator.report_node(NodeReport(0, NODE, signals=(down,), switched_off=(off,)))
         await coordinator.report_node(NodeReport(7, NODE, signals=(down,)))  # of another attempt
         assert await coordinator.nodes(0) == ("id",)
 
     asyncio.run(play())
-    events = {event.kind: event.fields for event in read_ledger(tmp_path)}
+    events = {event.kind: event.fields for event in read_ledger(run_dir)}
     assert events["monitor_off"]["reason"] == "RuntimeError: boom"
-    assert [event.kind for event in read_ledger(tmp_path)].count("signal") == 1
+    assert [event.kind for event in read_ledger(run_dir)].count("signal") == 1
     assert events["signal"]["signal"] == "nic_down"

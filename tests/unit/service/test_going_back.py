@@ -149,7 +149,7 @@ def test_the_same_verdict_again_goes_back_further_then_stops(server: ForkServer,
         return await coordinator.orders(0, 0)
 
     orders = asyncio.run(play())
-    assert [order.kind for order in orders] == ["start", "kill", "start", "kill", "start", "end"]
+    assert [order.kind for order in orders] == ["start", "kill"] * 3 + ["end"]
     assert [order.start.restore_before for order in orders if order.kind == "start"] == [None, 8, 4]
     actions = [event.text("action") for event in read_ledger(run_dir) if event.kind == "incident"]
     assert actions == [Action.ROLLBACK, Action.ROLLBACK, Action.STOP]

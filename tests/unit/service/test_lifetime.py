@@ -8,8 +8,9 @@ import psutil
 
 PARENT = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, **eval(sys.argv[2])})
-time.sleep(float(sys.argv[3]))
+os.environ["RAY_RAYLET_PID"] = sys.argv[2] or str(os.getpid())
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+time.sleep(60.0)
 """
 CHILD = """
 import os, time
@@ -20,8 +21,8 @@ time.sleep(60.0)
 """
 
 
-def start(env: str = "{}") -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", PARENT, CHILD, env, "60"]
+def start(raylet_pid: str = "") -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", PARENT, CHILD, raylet_pid]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
 
@@ -44,7 +45,7 @@ def test_a_worker_does_not_outlive_its_raylet() -> None:
 
 def test_a_worker_under_another_parent_is_left_to_it() -> None:
     """Where something stands between raylet and worker, the raylet's pid is not its parent's."""
-    with start("{'RAY_RAYLET_PID': '1'}") as parent:
+    with start("1") as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
