@@ -24,6 +24,8 @@ MAX_PASSES = 50_000
 """Of all ranks in one window; with more, fewer steps and micro-batches of the window are looked at."""
 TRUSTED = 0.5
 """Findings of less confidence are not told."""
+SHORT_PAUSE_S = 0.010
+"""In one step; a pause below is the turn of another process on the same core, and counts as none."""
 _KINDS = ("forward", "backward")
 
 StepTimes = tuple[int, list[tuple[int, int, int, float]], float, float]
@@ -67,8 +69,10 @@ class StragglerHook:
             place = (_KINDS.index(one.kind), one.stage, one.micro_batch)
             sums[place] = sums.get(place, 0.0) + one.compute_s
         # A wait is of the wall clock, and passes are not: it counts by its share of the step.
-        waited_s = record.data_time_s / record.step_time_s * sum(sums.values())
-        self._steps.append((record.step, [(*place, s) for place, s in sums.items()], waited_s, pause_s))
+        waited_s = counted(record.data_time_s) / record.step_time_s * sum(sums.values())
+        self._steps.append(
+            (record.step, [(*place, s) for place, s in sums.items()], waited_s, counted(pause_s))
+        )
         if record.step % self._window_steps == 0:
             kept = thinned(self._steps, MAX_PASSES // self._mesh.world_size)
             self._board.post(TOPIC, record.step, kept)
@@ -93,6 +97,11 @@ class StragglerHook:
             threading.Thread(
                 target=self._judge.judge, args=(step, posted), name="stragglers", daemon=True
             ).start()
+
+
+def counted(pause_s: float) -> float:
+    """A pause as it is judged."""
+    return pause_s if pause_s >= SHORT_PAUSE_S else 0.0
 
 
 class StragglerJudge:
