@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import threading
 
 from service.env import get_env
 
@@ -10,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel SIGKILL this process when its parent dies.
+    """Have the kernel SIGKILL this process when its parent dies, as long as the calling thread lives.
 
     Args:
         parent_pid: the parent as it was when this process began; where another has taken its place the
@@ -28,5 +29,12 @@ def end_with_raylet() -> None:
     wait for itself for ever ("Destructing CoreWorkerProcessImpl" ends its log): nobody would ever end it.
     """
     raylet_pid = get_env("RAY_RAYLET_PID")
-    if raylet_pid == str(os.getppid()):  # else something stands between: a container's init, a profiler
+    if raylet_pid != str(os.getppid()):  # something stands between: a container's init, a profiler
+        return
+
+    def stay() -> None:
         end_with_parent(int(raylet_pid))
+        threading.Event().wait()
+
+    # The kernel keeps the wish for each thread, and those that run an actor's methods end before it does.
+    threading.Thread(target=stay, name="ends with its raylet", daemon=True).start()

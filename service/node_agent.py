@@ -22,6 +22,7 @@ import ray
 from ops.black_box import BlackBoxError, BoxReading, read_box
 from ops.signal import Signal
 from service.env import health_lines_path, kernel_log_path
+from service.lifetime import end_with_raylet
 from service.monitor_runner import MonitorRunner
 from service.node_monitors import node_monitors
 from service.rank_box import box_folder
@@ -49,6 +50,7 @@ class NodeAgent:
 
     def __init__(self, config: AgentConfig) -> None:
         """Begin to report; a restarted agent takes the same way."""
+        end_with_raylet()
         context = ray.get_runtime_context()
         run_dir = Path(config.run_dir)
         # Ray lowers its workers' priority. Ranks that spin would keep an agent behind them from telling that

@@ -13,9 +13,12 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 time.sleep(60.0)
 """
 CHILD = """
-import os, time
+import os, threading, time
 from service.lifetime import end_with_raylet
-end_with_raylet()
+caller = threading.Thread(target=end_with_raylet)  # as methods of actors are called
+caller.start()
+caller.join()
+time.sleep(0.2)
 print(os.getpid(), flush=True)
 time.sleep(60.0)
 """
