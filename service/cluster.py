@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jobs.spec.job import JobSpec
 from service.env import get_env, is_inside_ray_job, prepare_embedded_cluster, prepare_ray_environment
 from service.preflight import embedded_cpus
 
+CONNECT_LIMIT_S = 10.0
 SERVICE_NICENESS = 10
 UNUSED_SERVICES = ("/log_monitor.py", "/monitor.py", "/dashboard.py")
 
@@ -61,6 +63,7 @@ def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
         del options["include_dashboard"]
         if not is_inside_ray_job():  # a job's workers have the working directory that the job was sent with
             options["runtime_env"] = {"working_dir": str(code_dir), "excludes": EXCLUDES}
+        _refuse_silent(address)
         try:
             ray.init(address=address, **options)
         except (RuntimeError, ConnectionError, ValueError) as error:
@@ -100,7 +103,21 @@ def _step_aside() -> None:
             if process.name() != "raylet":
                 process.nice(max(process.nice(), SERVICE_NICENESS))
             if any(word.endswith(UNUSED_SERVICES) for word in process.cmdline()):
-                process.terminate()
+                process.kill()  # on SIGTERM one of them prints a traceback
+
+
+def _refuse_silent(address: str) -> None:
+    """Ray itself would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return  # "auto", or a scheme of Ray's own
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(
+            f"nothing answers at --address {address} ({error}); start a cluster with `ray start --head`, or "
+            "leave --address out for an embedded one"
+        ) from error
 
 
 def connection_error(address: str, error: Exception) -> ClusterError:

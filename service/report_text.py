@@ -3,6 +3,8 @@
 Prints what ops.report has summed up; the page is report_html.py.
 """
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -108,7 +110,8 @@ def _bills(report: Report) -> Table:
 
 
 def _places(report: Report, open_mlflow: str) -> dict[str, str]:
-    places = {"run folder": report.run_dir, "checkpoint": report.checkpoint_dir or "none"}
+    page = str(Path(report.run_dir) / "report.html")
+    places = {"run folder": report.run_dir, "page": page, "checkpoint": report.checkpoint_dir or "none"}
     if open_mlflow:
         unsent = f"; {report.mlflow_unsent} lines not sent yet" if report.mlflow_unsent else ""
         places["MLflow"] = (

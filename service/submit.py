@@ -34,7 +34,7 @@ def submit_run(spec_path: Path, overrides: Sequence[str], address: str) -> dict[
         client = JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise PacktrainError(
-            f"no Ray dashboard answers at {address}: {error}. Start one with `ray start --head`."
+            f"no Ray dashboard answers at {address}: {str(error).rstrip('.')}. Start one with `ray start --head`."
         ) from error
     with tempfile.TemporaryDirectory(prefix="packtrain-submit-") as staging:
         folder = Path(staging)

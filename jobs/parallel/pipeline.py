@@ -185,17 +185,29 @@ class Pipeline:
     def _joined(
         self, batches: list[MicroBatch]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens, labels, positions, document ids of micro-batches after one another on B, on the device."""
+        """Tokens, labels, positions, document ids of micro-batches after one another on B, on the device.
+
+        A micro-batch without ids, beside one that has some, is one document a sequence.
+        """
 
         def join(parts: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat([part.to(self._device, non_blocking=True) for part in parts])
 
-        ids = [batch.document_ids for batch in batches if batch.document_ids is not None]
+        ids = None
+        if any(batch.document_ids is not None for batch in batches):
+            ids = join(
+                [
+                    torch.zeros_like(batch.tokens, dtype=torch.int32)
+                    if batch.document_ids is None
+                    else batch.document_ids
+                    for batch in batches
+                ]
+            )
         return (
             join([batch.tokens for batch in batches]),
             join([batch.labels for batch in batches]),
             join([batch.positions for batch in batches]),
-            join(ids) if ids else None,
+            ids,
         )
 
     def _schedule(

@@ -20,7 +20,8 @@ def global_batch(spec: JobSpec, step: int) -> MicroBatch:
     """All sequences of one step, [B, S]: a function of the spec's seed and the step alone.
 
     No two ranks get equally many valid labels, so that a mean of means is another number than the mean.
-    Documents are masked where the spec masks them.
+    Documents are masked where the spec masks them; of several micro-batches the first is one document a
+    sequence, which training hands over without ids.
     """
     n, seq_len = spec.train.global_batch_size, spec.data.seq_len
     generator = torch.Generator().manual_seed(derive_seed(spec.run.seed, "parity", str(step)))
@@ -33,6 +34,8 @@ def global_batch(spec: JobSpec, step: int) -> MicroBatch:
     if not spec.data.mask_documents:
         return MicroBatch(tokens[:, :-1].contiguous(), labels, where.clone(), None)
     borders = torch.rand((n, seq_len), generator=generator) < BORDER_FRAC
+    if spec.grad_accum_steps > 1:
+        borders[: spec.train.micro_batch_size] = False
     first = torch.where(borders, where, 0).cummax(1).values
     return MicroBatch(tokens[:, :-1].contiguous(), labels, where - first, borders.cumsum(1).int())
 
@@ -49,15 +52,14 @@ def share(batch: MicroBatch, spec: JobSpec, dp_rank: int) -> list[MicroBatch]:
     def cut(whole: torch.Tensor) -> torch.Tensor:
         return whole.view(accum, spec.strategy.dp, micro, -1)[:, dp_rank]
 
-    ids = batch.document_ids
     tokens, labels, positions = cut(batch.tokens), cut(batch.labels), cut(batch.positions)
-    document_ids = None if ids is None else cut(ids)
+    document_ids = [None] * accum if batch.document_ids is None else cut(batch.document_ids).unbind()
     return [
-        MicroBatch(
-            tokens[index],
-            labels[index],
-            positions[index],
-            None if document_ids is None else document_ids[index],
-        )
-        for index in range(accum)
+        MicroBatch(tokens[index], labels[index], positions[index], None if _is_causal(ids) else ids)
+        for index, ids in enumerate(document_ids)
     ]
+
+
+def _is_causal(document_ids: torch.Tensor | None) -> bool:
+    """No sequence has a border."""
+    return document_ids is None or bool((document_ids == document_ids[:, :1]).all())

@@ -95,6 +95,7 @@ def _stages(spec: JobSpec) -> Iterator[Breach]:
         yield Breach(
             "strategy.pp",
             f"{n_layers} layers do not fill pp={pp} x stages_per_rank={each} = {n_stages} pipeline stages",
+            f"strategy.pipeline.stages_per_rank={n_layers // pp}" if each > 1 and pp <= n_layers else None,
         )
     elif not isinstance(split, str) and (len(split) != n_stages or sum(split) != n_layers):
         fewest, more = divmod(n_layers, n_stages)

@@ -108,13 +108,14 @@ def schedule_refusal(
     if n_micro_batches < needed:
         return (
             f"pipeline.schedule={schedule} over pp={pp} needs {needed} micro-batches a step or more; "
-            f"grad_accum_steps={n_micro_batches}: raise it, or take gpipe"
+            f"there are {n_micro_batches}: raise train.global_batch_size, lower train.micro_batch_size, or "
+            "take gpipe"
         )
     rounds = max(1, n_micro_batches // pp)
     if schedule in INTERLEAVED and n_micro_batches % rounds:
         return (
             f"pipeline.schedule={schedule} over pp={pp} runs micro-batches in {rounds} equal rounds; "
-            f"grad_accum_steps={n_micro_batches} does not divide: use {n_micro_batches // pp * pp} or "
+            f"{n_micro_batches} of them do not divide: use {n_micro_batches // pp * pp} or "
             f"{-(-n_micro_batches // pp) * pp}"
         )
     return None

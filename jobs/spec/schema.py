@@ -197,6 +197,8 @@ def _sentence(error: ErrorDetails, expected: Expected | None, value: Json) -> st
         return _choice(choices, value["kind"], near, "kind ")
     if kind == "literal_error":
         choices = [str(c) for m in _members(expected) if get_origin(m) is Literal for c in get_args(m)]
+        if isinstance(value, list) and any(get_origin(m) is tuple for m in _members(expected)):
+            return f"in a list, each must be an integer greater than 0; got {value}"
         near = nearest(value, choices) if isinstance(value, str) else None
         return _choice(choices, value, near)
     if kind in _BOUNDS:

@@ -276,4 +276,4 @@ def refused_on_rank(groups):
 
 def test_too_few_micro_batches_are_refused(tmp_path):
     for text in run_ranks(refused_on_rank, Mesh(pp=2), tmp_path):
-        assert "needs 2 micro-batches a step or more; grad_accum_steps=1" in text
+        assert "needs 2 micro-batches a step or more; there are 1" in text

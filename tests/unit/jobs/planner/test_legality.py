@@ -153,15 +153,15 @@ REFUSED = {
     "micro-batches": (
         spec({"pp": 4}, global_batch_size=2),
         "strategy.pipeline.schedule",
-        "pipeline.schedule=1f1b over pp=4 needs 4 micro-batches a step or more; grad_accum_steps=2: raise "
-        "it, or take gpipe",
+        "pipeline.schedule=1f1b over pp=4 needs 4 micro-batches a step or more; there are 2: raise "
+        "train.global_batch_size, lower train.micro_batch_size, or take gpipe",
         "strategy.pipeline.schedule=gpipe",
     ),
     "larger micro-batches than needed": (
         spec({"pp": 4}, micro_batch_size=8),
         "strategy.pipeline.schedule",
-        "pipeline.schedule=1f1b over pp=4 needs 4 micro-batches a step or more; grad_accum_steps=2: raise "
-        "it, or take gpipe",
+        "pipeline.schedule=1f1b over pp=4 needs 4 micro-batches a step or more; there are 2: raise "
+        "train.global_batch_size, lower train.micro_batch_size, or take gpipe",
         "train.micro_batch_size=4 (then there are 4 micro-batches)",
     ),
     "stages of a schedule": (

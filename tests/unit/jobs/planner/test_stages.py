@@ -76,9 +76,9 @@ def test_parameters_of_stages_add_up(tied):
     ("schedule", "pp", "each", "m", "says"),
     [
         ("gpipe", 2, 2, 4, "stages_per_rank=2; set stages_per_rank to 1"),
-        ("1f1b", 4, 1, 3, "needs 4 micro-batches a step or more; grad_accum_steps=3"),
+        ("1f1b", 4, 1, 3, "needs 4 micro-batches a step or more; there are 3"),
         ("interleaved_1f1b", 2, 1, 4, "with stages_per_rank=1 is 1f1b"),
-        ("interleaved_1f1b", 2, 2, 5, "2 equal rounds; grad_accum_steps=5 does not divide: use 4 or 6"),
+        ("interleaved_1f1b", 2, 2, 5, "2 equal rounds; 5 of them do not divide: use 4 or 6"),
         ("interleaved_zero_bubble", 4, 2, 9, "use 8 or 12"),
         ("zbv_zero_bubble", 2, 1, 4, "stages_per_rank=1: set it to 2"),
         ("dualpipev", 4, 2, 7, "needs 8 micro-batches"),
