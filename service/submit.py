@@ -33,8 +33,9 @@ def submit_run(spec_path: Path, overrides: Sequence[str], address: str) -> dict[
     try:
         client = JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
+        why = str(error).rstrip(".")
         raise PacktrainError(
-            f"no Ray dashboard answers at {address}: {str(error).rstrip('.')}. Start one with `ray start --head`."
+            f"no Ray dashboard answers at {address}: {why}. Start one with `ray start --head`."
         ) from error
     with tempfile.TemporaryDirectory(prefix="packtrain-submit-") as staging:
         folder = Path(staging)

@@ -40,5 +40,5 @@ def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
 
 def test_a_host_without_a_name_is_refused_at_once() -> None:
     spec = load_spec(find_source_root() / "jobs/specs/tiny.yaml")
-    with pytest.raises(ClusterError, match="nothing answers at --address nohost.invalid:6379 "):
+    with pytest.raises(ClusterError, match=r"nothing answers at --address nohost\.invalid:6379 "):
         connect(spec, "nohost.invalid:6379", find_source_root())
