@@ -223,7 +223,7 @@ class NetnsCluster:
     def revive_gcs(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the head's control store again, as its supervisor would; arguments by `gcs_command`."""
         with (self.folder / "gcs-revived.log").open("ab") as log:
-            subprocess.Popen(
+            revived = subprocess.Popen(
                 self.head.inside(*command),
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -231,6 +231,8 @@ class NetnsCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self.rooms.callback(revived.wait, 10)
+        self.rooms.callback(revived.kill)
 
     def gcs_command(self) -> tuple[list[str], dict[str, str]]:
         """Command line and environment of the head's control store."""
