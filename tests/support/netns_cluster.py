@@ -152,18 +152,30 @@ class NetnsCluster:
     def start(self) -> None:
         """Make all namespaces, start Ray in them."""
         switch = self._switch = self._room(f"ip link set lo up && {_bridge()}")
+        hosts = self._write_hosts()
         for number in range(self.n_nodes + 1):
             name = f"node{number}" if number else "head"
             own = self.folder / name
             own.mkdir()
-            mount = f"mkdir -p /tmp/ray && mount --bind {own} /tmp/ray && ip link set lo up"
-            room = self._room(mount)
+            mounts = f"mkdir -p /tmp/ray && mount --bind {own} /tmp/ray && mount --bind {hosts} /etc/hosts"
+            room = self._room(f"{mounts} && ip link set lo up")
             node = Node(room.first_pid, name, f"{NETWORK}.{10 + number}")
             _plug(switch, node)
             self.nodes.append(node)
         self.start_ray(self.head)
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.start_ray, self.nodes[1:]))
+
+    def _write_hosts(self) -> Path:
+        """Names of the nodes: torch's store asks for that of each peer, and no name server is reached.
+
+        Waiting for one takes 20 s in each start of ranks.
+        """
+        numbers = range(self.n_nodes + 1)
+        own = "".join(f"{NETWORK}.{10 + number} node{number}.packtrain.test\n" for number in numbers)
+        path = self.folder / "hosts"
+        path.write_text(Path("/etc/hosts").read_text() + own)
+        return path
 
     def start_ray(self, node: Node) -> None:
         """`ray start` on a node; returns once its raylet is registered."""
