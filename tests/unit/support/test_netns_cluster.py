@@ -76,10 +76,11 @@ def test_links_processes_and_folders_are_the_nodes_own(tmp_path: Path) -> None:
         assert list(one.find_all().values()) == ["sleep 100"]
         assert cluster.node_of("create_server") is head
         cluster.run_in(two, "sh", "-c", "sleep 200 > /dev/null 2>&1 &")
+        sleeper = psutil.Process(two.find("sleep 200"))
         two.signal_all(signal.SIGSTOP)
-        assert psutil.Process(two.find("sleep 200")).status() == psutil.STATUS_STOPPED
+        wait_until(lambda: sleeper.status() == psutil.STATUS_STOPPED)
         two.signal_all(signal.SIGCONT)
-        assert psutil.Process(two.find("sleep 200")).status() == psutil.STATUS_SLEEPING
+        wait_until(lambda: sleeper.status() == psutil.STATUS_SLEEPING)
         head.kill("create_server")
         assert listening.wait(5) == -signal.SIGKILL
     assert sleeping.wait(5) == -signal.SIGKILL
