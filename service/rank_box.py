@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from jobs.events import EvalRecord, Progress, StepRecord
-from ops.black_box import BlackBox, Identity, Phase, box_path, read_boot_id
+from ops.black_box import BlackBox, BlackBoxError, Identity, Phase, box_path, read_boot_id, read_box
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 COLLECTIVES_EVERY_S = 0.5
+OLD_BOX_S = 86_400.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -53,6 +56,22 @@ def remove_box(folder: Path, rank: int) -> None:
     with contextlib.suppress(OSError):
         box_path(folder, rank).unlink(missing_ok=True)
         folder.rmdir()
+
+
+def remove_old_boxes(shared: Path, now: float) -> None:
+    """Take away what killed shells have left here: day-old boxes of processes that are gone.
+
+    A younger one may still be looked at: it says where its rank stood.
+
+    Args:
+        shared: folder of all runs' boxes.
+        now: seconds since the epoch.
+    """
+    for path in shared.glob("*/*.box"):
+        with contextlib.suppress(OSError, BlackBoxError):
+            if now - path.stat().st_mtime > OLD_BOX_S and not psutil.pid_exists(read_box(path).identity.pid):
+                path.unlink()
+                path.parent.rmdir()
 
 
 class RankBox:

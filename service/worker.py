@@ -43,7 +43,7 @@ from service.fork_client import ForkServer, RankMessage
 from service.lifetime import end_with_raylet
 from service.orders import Order, ShellInfo
 from service.origin import find_source_root
-from service.rank_box import box_folder, remove_box
+from service.rank_box import box_folder, remove_box, remove_old_boxes
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_spec
 from service.witness import dump_path, groups_path, take_testimony
@@ -133,6 +133,7 @@ class _Shell:
         self._spec: JobSpec = read_spec(self._run_dir, config.attempt)
         self._coordinator = coordinator
         self._box_dir = box_folder(self._run_dir.name, place.node_id)
+        remove_old_boxes(self._box_dir.parent, time.time())
         self._server = self._start_server()
         self._inbox: deque[Order] = deque()
         self._wake_up, self._waker = socket.socketpair()

@@ -11,7 +11,7 @@ import pytest
 from jobs.events import StepRecord
 from ops.black_box import BlackBoxError, BoxReading, Phase, box_path, read_box
 from service.fork_client import ForkServer
-from service.rank_box import RankBox, box_folder, remove_box
+from service.rank_box import OLD_BOX_S, RankBox, box_folder, remove_box, remove_old_boxes
 from service.rank_process import RankRequest
 from service.run_store import RUNNING, log_path, read_state
 from tests.support.one_rank import start_server
@@ -197,3 +197,17 @@ def test_a_file_with_holes_is_never_a_box(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"x")
     with pytest.raises(BlackBoxError):
         read_box(tmp_path / "short")
+
+
+def test_boxes_that_killed_shells_left_go_after_a_day(tmp_path: Path) -> None:
+    """Not those of processes that live, nor young ones, which may be evidence."""
+    pid = os.fork()
+    if pid == 0:
+        RankBox(tmp_path / "dead", 0, 0, 0)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    RankBox(tmp_path / "alive", 0, 0, 0)
+    remove_old_boxes(tmp_path, time.time())
+    assert {path.name for path in tmp_path.iterdir()} == {"dead", "alive"}
+    remove_old_boxes(tmp_path, time.time() + OLD_BOX_S + 1.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"alive"}
