@@ -85,7 +85,7 @@ TABLE: Mapping[FailureClass, Row] = {
         (Action.ROLLBACK, Action.ROLLBACK),
         by_class=True,
         is_retryable=False,
-        advice="older checkpoints and other data gave the same: look at the loss before it, and the data",
+        advice="no older checkpoint and no other data cured it: look at the loss before it, lr and data",
     ),
     FailureClass.PREEMPTION: Row((_AWAY,), running=(_AWAY, _AWAY)),
     FailureClass.TRACKING: Row((_IN_PLACE,), running=_TELL),

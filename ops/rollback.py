@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jobs.events import Ranges
 from ops.decision import RESTARTS, Action, Decision
-from ops.incident import FailureClass, Incident
+from ops.incident import Incident
 from ops.ledger import Event
 
 ROLLED_BACK = "rolled_back"
@@ -26,8 +26,6 @@ class DueRollback:
     skips_data: bool
     good_step: int | None
     """State after a later step is not to be trusted; None: nothing is known of that."""
-    may_begin_anew: bool
-    """Where no checkpoint is left, step 0 serves."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ def due_rollback(incident: Incident, decision: Decision) -> DueRollback | None:
         decision.action,
         decision.checkpoints_back,
         incident.good_step,
-        incident.failure_class,
         skips_data=decision.skips_data,
     )
 
@@ -58,13 +55,12 @@ def still_due(events: Iterable[Event]) -> DueRollback | None:
     due: DueRollback | None = None
     for event in events:
         if event.kind == ROLLED_BACK:
-            due = None
+            due = due if event.text("error") else None
         elif event.kind == "incident":
             found = _due(
                 event.text("action"),
                 event.integer("checkpoints_back"),
                 event.integer("good_step") if "good_step" in event.fields else None,
-                event.text("class"),
                 skips_data=bool(event.fields.get("skips_data", False)),
             )
             due = found or due
@@ -72,13 +68,12 @@ def still_due(events: Iterable[Event]) -> DueRollback | None:
 
 
 def _due(
-    action: str, checkpoints_back: int, good_step: int | None, failure_class: str, *, skips_data: bool
+    action: str, checkpoints_back: int, good_step: int | None, *, skips_data: bool
 ) -> DueRollback | None:
     is_back = action == Action.ROLLBACK or (action in RESTARTS and good_step is not None)
     if not is_back:
         return None
-    may_begin_anew = failure_class != FailureClass.CORRUPT_CHECKPOINT
-    return DueRollback(checkpoints_back, skips_data, good_step, may_begin_anew)
+    return DueRollback(checkpoints_back, skips_data, good_step)
 
 
 def skipped_so_far(events: Iterable[Event]) -> Ranges:
@@ -106,8 +101,8 @@ def plan_rollback(
 ) -> RollbackPlan:
     """Where a run goes back to.
 
-    Not further than to the oldest checkpoint that is left: only where there is none, and nothing speaks
-    against it, it begins anew.
+    Not further than to the oldest checkpoint that is left, whatever is known of it: only where there is none
+    the run begins anew. Weeks are not given up without being asked.
 
     Args:
         due: what was decided.
@@ -121,10 +116,8 @@ def plan_rollback(
     if trusted:
         newest = len(steps) - 1 - due.checkpoints_back
         target = min(trusted[-1], steps[max(newest, 0)])
-    elif due.may_begin_anew or not steps:
-        target = 0
     else:
-        target = steps[0]
+        target = steps[0] if steps else 0
     skipped: Ranges = ()
     if due.skips_data and next_ordinal is not None:
         first = ordinal_at(target) if target else 0

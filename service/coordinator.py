@@ -23,10 +23,11 @@ from ops.diagnosis.hang_culprits import hang_incident
 from ops.diagnosis.rank_deaths import EVIDENCE_BEFORE_S, join_signals
 from ops.diagnosis.rank_exits import RankExit, diagnose
 from ops.findings import Finding
-from ops.incident import Incident
+from ops.incident import FailureClass, Incident
 from ops.ledger import LedgerWriter
 from ops.monitors.collective_hang import NAME as HANG_DETECTOR
 from ops.monitors.collective_hang import Hang
+from ops.signal import Entity, EntityKind
 from service.decisions import Decider, Nodes
 from service.evidence import WITNESS_LIMIT_S, ask_agents, incident_folder, record_report, weigh_hang
 from service.going_back import GoingBack
@@ -38,6 +39,10 @@ from service.witness import Testimony
 
 EVIDENCE_WINDOW_S = 2.0
 """How long to wait for the exit that explains a broken connection before the connection itself is blamed."""
+UNHURRIED_S = 600.0
+"""For a save under way and the last one, where nobody waits for the node."""
+REAP_LIMIT_S = 60.0
+"""After it a rank that SIGKILL does not end is left behind: it waits for a device or a file system."""
 NODE_LOSS_LIMIT_S = 12.0
 """How much longer, where a node is silent: until Ray must have said that it is lost."""
 
@@ -94,12 +99,14 @@ class Coordinator:
         self._judge: asyncio.Task[None] | None = None
         self._deadline: asyncio.Task[None] | None = None
         """Of a renewal; kept, or the event loop would forget it."""
+        self._reaping: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ driver
 
     async def begin_attempt(self, number: int, world_size: int) -> None:
         """Forget the last attempt's shells and expect `world_size` new ones."""
         async with self._changed:
+            self._forget_judge()
             self._attempt = _Attempt(number, world_size)
             self._watch.begin_attempt()
             self._changed.notify_all()
@@ -162,13 +169,16 @@ class Coordinator:
             await self._carry_out(decision, incident)
         return decision
 
-    async def renew(self, decision: Decision) -> None:
-        """Have every rank save and leave at the same step, so that a new attempt can begin by `decision`."""
+    async def renew(self, number: int, decision: Decision, *, is_urgent: bool = False) -> None:
+        """Have every rank of an attempt save and leave at the same step: a new one begins by `decision`."""
         attempt = self._attempt
-        if attempt.outcome.kind != "running" or attempt.renewal is not None:
+        if number != attempt.number or attempt.outcome.kind != "running" or attempt.renewal is not None:
             return
         attempt.renewal = decision
-        self._deadline = asyncio.get_running_loop().create_task(self._abandon_later(attempt))
+        limit_s = self._budgets.stop_grace_s
+        if not is_urgent:
+            limit_s += UNHURRIED_S
+        self._deadline = asyncio.get_running_loop().create_task(self._abandon_later(attempt, limit_s))
         await self._order(Order("terminate", attempt.generation.number))
 
     # ------------------------------------------------------------------ shells
@@ -328,17 +338,27 @@ class Coordinator:
                 self._decide(hang_incident(hang, (), None, {}, node_of), shells_alive=True, still_trains=True)
             return
         self._examine(current)
+        step_then = last_step(self._run_dir)
         await self._order(Order("witness", current.number))
         with contextlib.suppress(TimeoutError):
             async with self._changed, asyncio.timeout(WITNESS_LIMIT_S):
                 await self._changed.wait_for(lambda: len(current.testimonies) == attempt.world_size)
         folder = incident_folder(self._run_dir, attempt.number, current.number)
         incident = await asyncio.to_thread(weigh_hang, hang, current.testimonies, node_of, folder)
-        if attempt is self._attempt and attempt.outcome.kind == "running":
+        if attempt is not self._attempt or attempt.outcome.kind != "running":
+            return
+        if any(one.error_type and not one.is_victim for one in current.exits.values()):
+            await self._judge_generation()  # it says itself what the others waited for
+        elif not current.exits and last_step(self._run_dir) > step_then:
+            current.is_closed = current.is_examined = False  # they go on: it was a long wait
+        else:
             await self._carry_out(self._decide(incident, shells_alive=True), incident)
 
     def _examine(self, current: _Generation) -> None:
         current.is_closed = current.is_examined = True
+        self._forget_judge()
+
+    def _forget_judge(self) -> None:
         if self._judge is not None:
             self._judge.cancel()
             self._judge = None
@@ -362,11 +382,13 @@ class Coordinator:
         current = self._attempt.generation
         is_restart = decision.action in RESTARTS
         if is_restart and decision.at_checkpoint:
-            await self.renew(decision)
+            is_urgent = incident.failure_class is FailureClass.PREEMPTION
+            await self.renew(self._attempt.number, decision, is_urgent=is_urgent)
             return
         current.is_closed, current.is_examined = True, False
         if is_restart and decision.in_place and not self._is_stopping:
             await self._kill(current)
+            self._reaping = asyncio.get_running_loop().create_task(self._leave_unreaped(current, incident))
             await self._start_next_when_reaped()
             return
         # Where a stop was asked for, a restart could only save the newest checkpoint once more.
@@ -375,9 +397,32 @@ class Coordinator:
         self._close(AttemptOutcome(kind, f"{decision.reason}\n{incident.evidence}", decision))
         await self._order(Order("end", current.number))
 
-    async def _abandon_later(self, attempt: _Attempt) -> None:
-        """Ranks that cannot save and leave within the grace time are ended as they are."""
-        await asyncio.sleep(self._budgets.stop_grace_s)
+    async def _leave_unreaped(self, current: _Generation, incident: Incident) -> None:
+        """A rank that does not go keeps its shell from starting another: then a new attempt has to."""
+        await asyncio.sleep(REAP_LIMIT_S)
+        attempt = self._attempt
+        left = sorted(set(attempt.shells) - current.reaped)
+        if current is not attempt.generation or attempt.outcome.kind != "running" or not left:
+            return
+        node = attempt.shells[left[0]].node
+        stuck = replace(
+            incident,
+            failure_class=FailureClass.HANG,
+            culprit=f"rank {left[0]} (node {node})",
+            entity=Entity(EntityKind.RANK, str(left[0]), node),
+            evidence=f"rank {', '.join(map(str, left))} was not ended by SIGKILL within {REAP_LIMIT_S:g} s",
+        )
+        decision = self._decide(stuck, shells_alive=False)
+        self._close(AttemptOutcome("failed", f"{decision.reason}\n{stuck.evidence}", decision))
+        await self._order(Order("end", current.number))
+
+    async def _abandon_later(self, attempt: _Attempt, limit_s: float) -> None:
+        """Ranks that cannot save and leave in time are ended as they are.
+
+        Who takes a node away waits no longer than the grace time. Else a save may take as long as any may; a
+        rank that hangs has a verdict of its own.
+        """
+        await asyncio.sleep(limit_s)
         if attempt is self._attempt:
             await self.abandon()
 
@@ -389,6 +434,7 @@ class Coordinator:
             await self._start_generation(current.number + 1)
 
     async def _start_generation(self, number: int) -> None:
+        self._forget_judge()
         self._attempt.generation = _Generation(number)
         start = self._going_back.start_point(self._attempt.number, number)
         await self._order(Order("start", number, start=start))

@@ -71,6 +71,8 @@ class GoingBack:
             moved = set_aside(folder, plan.set_aside)
         except OSError as failure:
             error = f"into {SET_ASIDE_DIR}: {describe_os_error(failure)}"
+        if error:
+            self._due = due  # for the next ranks as well: what could not be moved is still not to be trusted
         self._skipped = merged([*self._skipped, *plan.skipped])
         self._ledger.write(
             ROLLED_BACK,

@@ -60,15 +60,12 @@ class NodeAgent:
         self._config = config
         self._node = ray.util.get_node_ip_address()
         self._boxes = BoxReader(box_folder(run_dir.name, context.get_node_id()))
-        self._runner = MonitorRunner(
-            node_monitors(
-                self._node,
-                run_dir.parent,
-                self._boxes.rank_of_pid,
-                kernel_log_path(),
-                health_lines_path(),
-            )
+        monitors = node_monitors(
+            self._node, run_dir.parent, self._boxes.rank_of_pid, kernel_log_path(), health_lines_path()
         )
+        # Threads of their own: what hangs when a GPU is lost must not keep the kernel's word on it back.
+        self._urgent = MonitorRunner([one for one in monitors if one.is_urgent])
+        self._others = MonitorRunner([one for one in monitors if not one.is_urgent])
         self._lock = threading.Lock()
         self._coordinator = ray.get_actor(config.coordinator, namespace=config.namespace)
         self._coordinator.join_agent.remote(config.attempt, context.get_node_id(), context.current_actor)
@@ -77,15 +74,15 @@ class NodeAgent:
     def check_urgent(self) -> list[Signal]:
         """What the monitors that may know why ranks have died say now."""
         with self._lock:
-            return self._runner.ask_urgent(URGENT_LIMIT_S)
+            return self._urgent.ask_urgent(URGENT_LIMIT_S)
 
     def _report_on(self) -> None:
         while True:
             due_at_mono_s = time.monotonic() + self._config.report_every_s
             try:
                 with self._lock:
-                    signals = self._runner.turn()
-                    switched_off = self._runner.switched_off()
+                    signals = [*self._urgent.turn(), *self._others.turn()]
+                    switched_off = [*self._urgent.switched_off(), *self._others.switched_off()]
                 report = NodeReport(
                     self._config.attempt,
                     self._node,

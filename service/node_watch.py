@@ -39,20 +39,27 @@ class NodeWatch:
     """Watches for one attempt."""
 
     def __init__(
-        self, coordinator: Any, room: Room, n_ranks: int, run_dir: Path, note: Callable[..., None]
+        self,
+        coordinator: Any,
+        room: Room,
+        attempt: int,
+        n_ranks: int,
+        run_dir: Path,
+        note: Callable[..., None],
     ) -> None:
         """Tells the coordinator what the cluster is now.
 
         Args:
             coordinator: handle of the actor.
             room: of the run.
+            attempt: its number.
             n_ranks: of the attempt.
             run_dir: folder of the run.
             note: writes an event to the ledger.
         """
         self._coordinator = coordinator
         self._room = room
-        self._n_ranks = n_ranks
+        self._attempt, self._n_ranks = attempt, n_ranks
         self._run_dir = run_dir
         self._note = note
         self._book = NodeBook(run_dir.parent)
@@ -101,6 +108,8 @@ class NodeWatch:
             if len(ranks) == self._n_ranks:
                 self._ranks_on = Counter(rank["node_id"] for rank in ranks.values())
         have = self.tell()
+        if self._end.is_set():
+            return  # Ray was slow to answer, and the attempt is over
         if self._ranks_on:
             self._report_drains(have)
             fleet = self._book.fleet()
@@ -138,4 +147,4 @@ class NodeWatch:
         if decision is not None and self._n_looks_with_room >= N_LOOKS_BEFORE_GROWTH:
             self._is_growing = True
             self._note("growth", reason=decision.reason, n_ranks=situation.n_ranks)
-            self._coordinator.renew.remote(decision)
+            self._coordinator.renew.remote(self._attempt, decision)

@@ -129,13 +129,15 @@ def checkpoint_before(run_dir: Path, step: int) -> tuple[str, int]:
     found: list[tuple[int, Path]] = []
     folder = run_dir / CHECKPOINTS_DIR
     found += [(saved, folder / folder_name(saved)) for saved in committed_steps(folder)]
+    events = [event for event in read_ledger(run_dir) if event.kind == "checkpoint_set_aside"]
+    damaged = {event.text("kept_as") for event in events}
     for path in (run_dir / "set_aside").glob("step-*-*"):
-        if is_committed(path):
+        if is_committed(path) and str(path) not in damaged:
             found.append((int(path.name.split("-")[1]), path))
     before = [one for one in found if one[0] < step]
     if not before:
         return "", 0
-    saved, path = max(before)
+    saved, path = max(before, key=lambda one: (one[0], one[1].parent == folder))
     return str(path), saved
 
 

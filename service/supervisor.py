@@ -16,7 +16,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from service.launch import FitFailure, coordinator_actor, run_attempt
 from service.node_agent import AgentConfig, start_agents
 from service.node_watch import NodeWatch
 from service.orders import AttemptOutcome
-from service.room import Room, Start, live_places
+from service.room import Place, Room, Start, live_places
 from service.run_store import (
     FAILED,
     FINISHED,
@@ -255,7 +255,9 @@ class Supervisor:
         fit.start()
         self._fit = fit
         ray.get(begun)
-        self._nodes = NodeWatch(self._coordinator, self._room, spec.world_size, self.run_dir, self.note)
+        self._nodes = NodeWatch(
+            self._coordinator, self._room, attempt, spec.world_size, self.run_dir, self.note
+        )
         agents = AgentConfig(str(self.run_dir), attempt, name, "packtrain")
         with self._nodes.watching(), start_agents(self._coordinator, agents):
             while fit.is_alive():
@@ -353,9 +355,18 @@ class Supervisor:
             if start is not None:
                 self._is_awaiting_nodes = False
                 return start
-            if waited_s > self._spec.resilience.wait_for_nodes_s or self._gives_up_waiting(waited_s):
+            if self._gives_up_waiting(waited_s):
                 return None
+            if waited_s > self._spec.resilience.wait_for_nodes_s:
+                return self._start_smaller(have, waited_s)
             time.sleep(ROOM_POLL_S if waited_s < QUIET_WAIT_S else 0.5)
+
+    def _start_smaller(self, have: Sequence[Place], waited_s: float) -> Start | None:
+        """Where the room that a decision counted on never came: as well as it goes with what there is."""
+        if self._decision is None:
+            return None
+        smaller = replace(self._decision, action=Action.SHRINK)
+        return self._room.start(have, self._fleet(), smaller, waited_s)
 
     def _fleet(self) -> Fleet:
         with contextlib.suppress(OSError):  # a book that cannot be read holds nobody out

@@ -87,7 +87,9 @@ def find_hang(
     if youngest.age_at(now) <= limit_s:
         return None
     known = {beat.rank for beat in fresh}
-    unseen = [rank for rank in range(n_ranks) if rank not in known]
+    # Where others have passed INIT, so has a rank that was never seen: then it has no box, which is no fault.
+    seen, are_starting = {beat.rank for beat in current}, youngest.box.phase is Phase.INIT
+    unseen = [rank for rank in range(n_ranks) if rank not in known and (rank in seen or are_starting)]
     if unseen:
         culprits, why = unseen, "no box of this generation can be read of"
     else:

@@ -44,34 +44,34 @@ def plan(due: DueRollback, *committed: int, next_ordinal: int | None = 350) -> R
 def test_so_many_checkpoints_back_and_the_data_since_is_passed_over(
     back: int, committed: tuple[int, ...], expected: RollbackPlan
 ) -> None:
-    assert plan(DueRollback(back, True, None, True), *committed) == expected
+    assert plan(DueRollback(back, True, None), *committed) == expected
 
 
 def test_no_data_is_passed_over_unasked_or_where_its_end_is_not_known() -> None:
-    assert plan(DueRollback(1, False, None, True), 10, 20).skipped == ()
-    assert plan(DueRollback(1, True, None, True), 10, 20, next_ordinal=None).skipped == ()
+    assert plan(DueRollback(1, False, None), 10, 20).skipped == ()
+    assert plan(DueRollback(1, True, None), 10, 20, next_ordinal=None).skipped == ()
 
 
 def test_state_after_the_last_good_step_is_not_trusted() -> None:
-    assert plan(DueRollback(0, False, 25, True), 10, 20, 30) == RollbackPlan(20, (30,), ())
-    assert plan(DueRollback(1, False, 35, True), 10, 20, 30) == RollbackPlan(20, (30,), ())
-    assert plan(DueRollback(0, False, 5, True), 10, 20) == RollbackPlan(0, (10, 20), ())
+    assert plan(DueRollback(0, False, 25), 10, 20, 30) == RollbackPlan(20, (30,), ())
+    assert plan(DueRollback(1, False, 35), 10, 20, 30) == RollbackPlan(20, (30,), ())
+    assert plan(DueRollback(0, False, 5), 10, 20) == RollbackPlan(10, (20,), ())
 
 
 def test_a_run_with_checkpoints_that_cannot_be_read_never_begins_anew_by_itself() -> None:
-    assert plan(DueRollback(2, False, None, False), 10) == RollbackPlan(10, (), ())
+    assert plan(DueRollback(2, False, None), 10) == RollbackPlan(10, (), ())
 
 
 def test_what_a_decision_asks_for() -> None:
     back = Decision(Action.ROLLBACK, "", checkpoints_back=2, skips_data=True)
-    assert due_rollback(incident(), back) == DueRollback(2, True, None, True)
+    assert due_rollback(incident(), back) == DueRollback(2, True, None)
     corrupt = incident(FailureClass.CORRUPT_CHECKPOINT)
     assert due_rollback(corrupt, Decision(Action.ROLLBACK, "", checkpoints_back=1)) == DueRollback(
-        1, False, None, False
+        1, False, None
     )
     move = Decision(Action.RESTART_WITHOUT_NODE, "")
     assert due_rollback(incident(), move) is None
-    assert due_rollback(incident(good_step=20), move) == DueRollback(0, False, 20, True)
+    assert due_rollback(incident(good_step=20), move) == DueRollback(0, False, 20)
     assert due_rollback(incident(good_step=20), Decision(Action.OBSERVE, "")) is None
 
 
@@ -85,9 +85,9 @@ def test_a_ledger_says_what_is_still_due_and_what_was_passed_over() -> None:
     later = Event(2.0, "incident", "coordinator", {"action": "RESTART_RANKS", "class": "worker_killed"})
     done = Event(3.0, "rolled_back", "coordinator", {"step": 10, "skip_samples": [[40, 80]]})
     again = Event(4.0, "rolled_back", "coordinator", {"step": 10, "skip_samples": [[60, 90], [200, 210]]})
-    assert still_due([decided, later]) == DueRollback(2, True, None, True)
+    assert still_due([decided, later]) == DueRollback(2, True, None)
     assert still_due([decided, later, done]) is None
-    assert still_due([decided, done, decided]) == DueRollback(2, True, None, True)
+    assert still_due([decided, done, decided]) == DueRollback(2, True, None)
     assert still_due([later]) is None
     assert skipped_so_far([decided, done, later, again]) == ((40, 90), (200, 210))
 

@@ -1,6 +1,7 @@
 """The coordinator from a hang, or a death with a cause, to orders: evidence first. No Ray, no processes."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -151,3 +152,38 @@ def test_what_agents_tell_is_written_down(run_dir: Path) -> None:
     assert events["monitor_off"]["reason"] == "RuntimeError: boom"
     assert [event.kind for event in read_ledger(run_dir)].count("signal") == 1
     assert events["signal"]["signal"] == "nic_down"
+
+
+def test_ranks_that_go_on_while_evidence_is_taken_are_left_alone(run_dir: Path) -> None:
+    async def play() -> None:
+        coordinator = await two_ranks(run_dir)
+        judged = asyncio.create_task(coordinator.report_node(stuck(1e4, 1)))
+        await asyncio.sleep(0.05)
+        line = {"step": 900, "loss": 1.0, "grad_norm": 1.0, "attempt": 0, "generation": 0, "at": 1.0}
+        (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        for rank in range(2):
+            await coordinator.report_testimony(0, 0, found(rank))
+        await judged
+        assert await kinds(coordinator) == ["start", "witness"]
+
+    asyncio.run(play())
+    assert incidents(run_dir) == []
+
+
+def test_a_rank_that_cannot_be_ended_is_left_behind(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a device: SIGKILL takes effect when the device answers, which may be never."""
+    monkeypatch.setattr("service.coordinator.REAP_LIMIT_S", 0.05)
+
+    async def play() -> None:
+        coordinator = await two_ranks(run_dir)
+        await coordinator.report_exit(0, 0, gone(0, -9), "")
+        assert await kinds(coordinator) == ["start", "kill"]
+        await asyncio.sleep(0.3)
+        assert await kinds(coordinator) == ["start", "kill", "end"]
+        outcome = await coordinator.outcome()
+        assert outcome.kind == "failed"
+        assert outcome.decision is not None
+        assert outcome.decision.action != "RESTART_RANKS"
+
+    asyncio.run(play())
+    assert [one["culprit"] for one in incidents(run_dir)][1:] == [f"rank 1 (node {NODE})"]

@@ -202,9 +202,15 @@ def test_a_rank_without_a_fresh_box_is_the_suspect_once_the_others_are_overdue()
     seen = beats_of(in_step(0), in_step(1), in_step(2))
     gone = [*seen[:2], replace(seen[2], read_at=-60.0)]
     hang = verdict(gone, n_ranks=4)
-    assert (hang.culprits, hang.nodes) == ((2, 3), ("n2", ""))
+    assert (hang.culprits, hang.nodes) == ((2,), ("n2",)), "the others train, so rank 3 does: it has no box"
     moving = [replace(beat, age_s=1.0) for beat in gone]
     assert verdict(moving, n_ranks=4) is None
+
+
+def test_a_rank_that_is_never_seen_while_the_others_start_is_the_suspect():
+    starting = [beat for beat in beats_of(*(in_step(rank, phase=Phase.INIT, step=-1) for rank in range(2)))]
+    hang = verdict([replace(beat, age_s=4000.0) for beat in starting], n_ranks=3)
+    assert (hang.culprits, hang.nodes) == ((2,), ("",))
 
 
 def test_no_boxes_no_verdict():
