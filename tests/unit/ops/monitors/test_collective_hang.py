@@ -208,8 +208,8 @@ def test_a_rank_without_a_fresh_box_is_the_suspect_once_the_others_are_overdue()
 
 
 def test_a_rank_that_is_never_seen_while_the_others_start_is_the_suspect():
-    starting = [beat for beat in beats_of(*(in_step(rank, phase=Phase.INIT, step=-1) for rank in range(2)))]
-    hang = verdict([replace(beat, age_s=4000.0) for beat in starting], n_ranks=3)
+    starting = (in_step(rank, phase=Phase.INIT, step=-1) for rank in range(2))
+    hang = verdict(beats_of(*starting, age_s=4000.0), n_ranks=3)
     assert (hang.culprits, hang.nodes) == ((2,), ("",))
 
 
