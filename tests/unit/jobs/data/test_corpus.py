@@ -112,7 +112,7 @@ def test_jsonl_reads_the_key(tmp_path: Path) -> None:
         (b'{"text": "cut', "not JSON"),
         (b'{"body": "x"}', r"no key 'text', the line has keys \['body'\]"),
         (b'["text"]', "no key 'text', the line has a list"),
-        (b'{"text": 3}', "'text' is a int"),
+        (b'{"text": 3}', "'text' is 3"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": "\\ud800"}', "half of a surrogate pair"),
     ],
