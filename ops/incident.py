@@ -67,6 +67,8 @@ class Incident:
     """State after a later step is not to be trusted, whatever was saved; None: nothing is known of that."""
     generation: tuple[int, int] | None = None
     """(attempt, generation) of the ranks that it happened to, where known: no set of ranks fails twice."""
+    otherwise: "Incident | None" = None
+    """What it is without the word of the detector: acted on while that only observes."""
 
     @property
     def fingerprint(self) -> str:

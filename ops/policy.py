@@ -94,7 +94,7 @@ def decide(
         quiet = Action.OBSERVE if Action.OBSERVE in available else Action.PAGE
         return Decision(quiet, would, wanted=decision.action)
     return replace(
-        decision, reason=f"{decision.reason}; {incident.detector} only observes, so nobody is blamed"
+        decision, reason=f"{decision.reason}; {incident.detector} only observes, so its word is not acted on"
     )
 
 
@@ -118,9 +118,13 @@ def is_handled(
 
 
 def _unnamed(incident: Incident, observing: Set[str]) -> Incident:
-    """The incident without what a detector that only observes says of it: class and culprit unknown."""
+    """The incident without what a detector that only observes says of it: unknown, if nobody else knows."""
     if incident.detector not in observing:
         return incident
+    if incident.otherwise is not None:
+        return replace(
+            incident.otherwise, generation=incident.generation, evidence=incident.evidence, otherwise=None
+        )
     return replace(
         incident, failure_class=FailureClass.UNKNOWN, nature=Nature.CLEAR, entity=None, culprit="unknown"
     )

@@ -5,8 +5,8 @@ policy, or other budgets, would have done, and so that who decides knows the run
 Reads no file (ledger.py) and decides nothing itself (policy.py).
 """
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jobs.spec.job import ResilienceSection
@@ -72,8 +72,12 @@ def incident_fields(
     if incident.good_step is not None:
         fields["good_step"] = incident.good_step
     if incident.entity is not None:
-        entity = incident.entity
-        fields["entity"] = {"kind": entity.kind.value, "name": entity.name, "node": entity.node}
+        fields["entity"] = _entity_fields(incident.entity)
+    if incident.otherwise is not None:
+        other = incident.otherwise
+        fields["otherwise"] = {"class": other.failure_class.value, "culprit": other.culprit}
+        if other.entity is not None:
+            fields["otherwise"]["entity"] = _entity_fields(other.entity)
     more = {
         "nature": "" if incident.nature is Nature.CLEAR else incident.nature.value,
         "symptom": incident.symptom,
@@ -102,14 +106,14 @@ def incident_of(event: Event) -> Incident | None:
     try:
         failure_class = FailureClass(event.text("class"))
         nature = Nature(event.text("nature") or Nature.CLEAR)
-        place = fields.get("entity")
-        entity = (
-            Entity(EntityKind(str(place["kind"])), str(place["name"]), str(place["node"])) if place else None
-        )
+        entity = _entity_of(fields)
+        other = fields.get("otherwise")
+        other_class = FailureClass(other["class"]) if other else None
+        other_culprit, other_entity = (str(other["culprit"]), _entity_of(other)) if other else ("", None)
     except (ValueError, KeyError, TypeError):
         return None
     has_ranks = "attempt" in fields and "generation" in fields
-    return Incident(
+    incident = Incident(
         failure_class=failure_class,
         culprit=event.text("culprit"),
         evidence=event.text("evidence"),
@@ -123,6 +127,19 @@ def incident_of(event: Event) -> Incident | None:
         detector=event.text("detector"),
         generation=(event.integer("attempt"), event.integer("generation")) if has_ranks else None,
     )
+    if other_class is None:
+        return incident
+    plain = replace(incident, failure_class=other_class, culprit=other_culprit, entity=other_entity)
+    return replace(incident, otherwise=replace(plain, nature=Nature.CLEAR, symptom="", detector=""))
+
+
+def _entity_fields(entity: Entity) -> dict[str, str]:
+    return {"kind": entity.kind.value, "name": entity.name, "node": entity.node}
+
+
+def _entity_of(fields: Mapping[str, Any]) -> Entity | None:
+    place = fields.get("entity")
+    return Entity(EntityKind(str(place["kind"])), str(place["name"]), str(place["node"])) if place else None
 
 
 def remembered(event: Event, newest_step: int = 0) -> Remembered | None:

@@ -35,6 +35,8 @@ _FROM_GPU = re.compile(r"CUDA|cuda|NCCL|nccl|cuBLAS|CUBLAS")
 def join_signals(incident: Incident, exits: Sequence[RankExit], seen: Iterable[Signal]) -> Incident:
     """The incident with the cause that the signals of its nodes give it; as it was where they give none.
 
+    What it was is kept as its `otherwise`.
+
     Args:
         incident: what the exits alone amount to.
         exits: of the generation until it was judged; empty where shells or nodes died.
@@ -50,7 +52,7 @@ def join_signals(incident: Incident, exits: Sequence[RankExit], seen: Iterable[S
         found = _memory_kill(incident, near, killed)
     if found is None and incident.failure_class is FailureClass.NETWORK:
         found = _link_down(incident, near)
-    return found or incident
+    return replace(found, otherwise=incident) if found is not None else incident
 
 
 def _is_unexplained(incident: Incident) -> bool:

@@ -259,6 +259,22 @@ def test_a_detector_that_observes_moves_nothing_and_blames_nobody() -> None:
     assert made(replace(faulty, detector="xid"), situation=watched).action is AWAY
 
 
+def test_what_a_detector_that_observes_says_leaves_what_the_exits_say() -> None:
+    """A kill beside an Xid is told as the GPU's, and acted on as the kill that it is."""
+    watched = replace(HERE, observing=frozenset({"kernel_log"}))
+    plain = incident(C.WORKER_KILLED)
+    named = replace(incident(C.GPU_HARDWARE), detector="kernel_log", otherwise=plain)
+    with_it, without = ([], []), ([], [])
+    for one, (history, actions) in ((named, with_it), (plain, without)):
+        for _ in range(4):
+            decision = made(one, history, watched)
+            history.append(PastIncident(one, decision.action, progressed=False))
+            actions.append((decision.action, decision.exclude))
+    assert with_it[1] == without[1]
+    assert with_it[1][0][0] is IN_PLACE
+    assert AWAY in [action for action, _ in with_it[1]]
+
+
 def cordoned(*nodes: str, owner: Owner = Owner.HUMAN) -> Situation:
     fleet = fold(NodeChange(0.0, node, ChangeKind.CORDON, owner) for node in nodes)
     return replace(HERE, fleet=fleet)

@@ -35,7 +35,18 @@ incidents = st.builds(
     detector=st.sampled_from(["", "straggler"]),
     generation=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
-runs = st.lists(st.tuples(incidents, st.booleans(), st.booleans(), st.integers(0, 2)), max_size=8)
+joined = st.builds(
+    lambda one, other: replace(
+        one,
+        otherwise=replace(
+            one, failure_class=other.failure_class, culprit=other.culprit, entity=other.entity,
+            nature=Nature.CLEAR, symptom="", detector="",
+        ),
+    ),
+    incidents,
+    incidents,
+)  # fmt: skip
+runs = st.lists(st.tuples(incidents | joined, st.booleans(), st.booleans(), st.integers(0, 2)), max_size=8)
 
 
 cordons = st.builds(

@@ -46,6 +46,7 @@ def test_a_sigkill_beside_a_counted_kill_is_the_memory_killers() -> None:
     assert incident.culprit == f"rank 1 (node {NODE})"
     assert (incident.symptom, incident.detector) == ("oom_kill", "cgroup_memory")
     assert "rose by 1" in incident.evidence
+    assert incident.otherwise == diagnose(killed(), 5, AT)
 
 
 @pytest.mark.parametrize(
