@@ -22,7 +22,7 @@ LEDGER_DIR = "ledger"
 """Folder in the run folder: one `<writer>.jsonl` a writer."""
 METRICS_FILE = "metrics.jsonl"
 
-UNSYNCED_KINDS = frozenset({"checkpoint_blocked", "checkpoint_skipped", "digests", "signal"})
+UNSYNCED_KINDS = frozenset({"checkpoint_blocked", "checkpoint_skipped", "digests", "signal", "agent_joined"})
 """Kinds that are frequent or cheap to lose: written without fsync. All others are on disk after write()."""
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -274,6 +274,7 @@ class Coordinator:
         """An agent runs, or runs again."""
         if attempt == self._attempt.number:
             self._attempt.agents[node_id] = agent
+            self._ledger.write("agent_joined", attempt=attempt, node_id=node_id)
 
     async def report_node(self, report: NodeReport) -> None:
         """What a node agent has seen in the last second."""

@@ -67,21 +67,23 @@ class NodeAgent:
         self._urgent = MonitorRunner([one for one in monitors if one.is_urgent])
         self._others = MonitorRunner([one for one in monitors if not one.is_urgent])
         self._lock = threading.Lock()
+        # Before it joins: what is written from then on is new to the monitors, and is told.
+        early = self._urgent.ask_urgent(URGENT_LIMIT_S)
         self._coordinator = ray.get_actor(config.coordinator, namespace=config.namespace)
         self._coordinator.join_agent.remote(config.attempt, context.get_node_id(), context.current_actor)
-        threading.Thread(target=self._report_on, name="reports", daemon=True).start()
+        threading.Thread(target=self._report_on, args=(early,), name="reports", daemon=True).start()
 
     def check_urgent(self) -> list[Signal]:
         """What the monitors that may know why ranks have died say now."""
         with self._lock:
             return self._urgent.ask_urgent(URGENT_LIMIT_S)
 
-    def _report_on(self) -> None:
+    def _report_on(self, signals: list[Signal]) -> None:
         while True:
             due_at_mono_s = time.monotonic() + self._config.report_every_s
             try:
                 with self._lock:
-                    signals = [*self._urgent.turn(), *self._others.turn()]
+                    signals += [*self._urgent.turn(), *self._others.turn()]
                     switched_off = [*self._urgent.switched_off(), *self._others.switched_off()]
                 report = NodeReport(
                     self._config.attempt,
@@ -91,6 +93,7 @@ class NodeAgent:
                     tuple(switched_off),
                 )
                 self._coordinator.report_node.remote(report)
+                signals = []
             except Exception:  # of whatever kind: the next second may be better, and nobody else looks here
                 _LOG.exception("no report of node %s", self._node)
             time.sleep(max(0.0, due_at_mono_s - time.monotonic()))

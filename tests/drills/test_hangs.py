@@ -67,8 +67,9 @@ def test_a_gpu_off_the_bus_by_the_kernels_log_names_class_and_node(tmp_path: Pat
     """One node is all there is: what would be done is written down, and the run goes on where it can."""
     log = tmp_path / "kern.log"
     log.write_text("NVRM: Xid (PCI:0000:3b:00): 79, from long before\n")
-    with live_run(tmp_path, "xid", *SETTINGS, env={"PACKTRAIN_KERNEL_LOG": str(log)}) as run:
-        run.until_step(25)
+    longer = (*SETTINGS, f"train.steps={4 * STEPS}")
+    with live_run(tmp_path, "xid", *longer, env={"PACKTRAIN_KERNEL_LOG": str(log)}) as run:
+        run.until(lambda: bool(run.events("agent_joined")), "the node's agent")
         told = packtrain("drill", "xid", "xid", "--storage", str(run.run_dir.parent), cwd=tmp_path)
         assert told.returncode == 0, told.stderr
         assert run.wait(400) == 0, run.text()
