@@ -1,6 +1,7 @@
 """What went wrong, once it has a name: class, culprit, evidence. Pure values; decides nothing."""
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ops.signal import Entity
@@ -69,6 +70,16 @@ class Incident:
     """(attempt, generation) of the ranks that it happened to, where known: no set of ranks fails twice."""
     otherwise: "Incident | None" = None
     """What it is without the word of the detector: acted on while that only observes."""
+
+    def without_word_of(self, detectors: Set[str]) -> "Incident":
+        """What is left where these detectors only observe: unknown, if nobody else knows."""
+        if self.detector not in detectors:
+            return self
+        if self.otherwise is not None:
+            return replace(self.otherwise, generation=self.generation, evidence=self.evidence, otherwise=None)
+        return replace(
+            self, failure_class=FailureClass.UNKNOWN, nature=Nature.CLEAR, entity=None, culprit="unknown"
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -22,7 +22,7 @@ from jobs.spec.job import ResilienceSection
 from ops.blame import Follows, blamed_nodes, follows, sighting_of
 from ops.decision import DO_NOT_REQUEUE, NEW_ATTEMPTS, RESTARTS, TODAYS_ACTIONS, Action, Decision
 from ops.decision_table import IMMEDIATE_STRIKE, TABLE, Row, row_of
-from ops.incident import FailureClass, Incident, Nature
+from ops.incident import FailureClass, Incident
 from ops.quarantine import breaker_refusal
 from ops.situation import Situation
 
@@ -84,8 +84,8 @@ def decide(
         return Decision(Action.OBSERVE, f"the ranks {incident.generation} were already decided about")
     is_observed = incident.detector in known.observing
     if not known.still_trains:  # the ranks are down: that much is no opinion of a detector
-        incident = _unnamed(incident, known.observing)
-        history = [replace(past, incident=_unnamed(past.incident, known.observing)) for past in history]
+        incident = incident.without_word_of(known.observing)
+        history = [replace(past, incident=past.incident.without_word_of(known.observing)) for past in history]
     decision = _Case(incident, history, budgets, shells_alive, available, known).decision()
     if not is_observed:
         return decision
@@ -115,19 +115,6 @@ def is_handled(
         if theirs is not None and own is not None and theirs >= own and is_done and is_due:
             return True
     return False
-
-
-def _unnamed(incident: Incident, observing: Set[str]) -> Incident:
-    """The incident without what a detector that only observes says of it: unknown, if nobody else knows."""
-    if incident.detector not in observing:
-        return incident
-    if incident.otherwise is not None:
-        return replace(
-            incident.otherwise, generation=incident.generation, evidence=incident.evidence, otherwise=None
-        )
-    return replace(
-        incident, failure_class=FailureClass.UNKNOWN, nature=Nature.CLEAR, entity=None, culprit="unknown"
-    )
 
 
 @dataclass(frozen=True)

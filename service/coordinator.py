@@ -1,6 +1,6 @@
 """One actor a run: hears how ranks end, decides (by ops.policy) and tells every shell what to do next.
 
-    shells --join / report_store / report_exit / report_reaped--> Coordinator --orders (long poll)--> shells
+    shells --join / report_store / report_exit ----------------> Coordinator --orders (long poll)--> shells
     driver --begin_attempt / request_stop / outcome-------------> Coordinator
     node agents --report_node, once a second--------------------> Coordinator
 
@@ -13,7 +13,7 @@ none is lost or repeated. It holds no tensors and runs no training; new attempts
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from ops.ledger import LedgerWriter
 from ops.monitors.collective_hang import NAME as HANG_DETECTOR
 from ops.monitors.collective_hang import Hang
 from ops.signal import Entity, EntityKind
+from service.attempt_state import Attempt, Generation
 from service.decisions import Decider, Nodes
 from service.evidence import WITNESS_LIMIT_S, ask_agents, incident_folder, record_report, weigh_hang
 from service.going_back import GoingBack
@@ -47,40 +48,6 @@ NODE_LOSS_LIMIT_S = 12.0
 """How much longer, where a node is silent: until Ray must have said that it is lost."""
 
 
-@dataclass
-class _Generation:
-    number: int
-    rank_pids: dict[int, int] = field(default_factory=dict)
-    exits: dict[int, RankExit] = field(default_factory=dict)
-    reaped: set[int] = field(default_factory=set)
-    outcomes: dict[int, str] = field(default_factory=dict)
-    testimonies: dict[int, Testimony] = field(default_factory=dict)
-    is_closed: bool = False
-    """Its verdict is being found or has been given: later exits are those that we caused."""
-    is_examined: bool = False
-    """Evidence is being gathered: nothing is started or ended yet."""
-    is_killed: bool = False
-    """The order is out."""
-    is_hang_told: bool = False
-    """Where hangs are only observed."""
-
-
-@dataclass
-class _Attempt:
-    number: int
-    world_size: int
-    generation: _Generation = field(default_factory=lambda: _Generation(0))
-    shells: dict[int, ShellInfo] = field(default_factory=dict)
-    orders: list[Order] = field(default_factory=list)
-    outcome: AttemptOutcome = field(default_factory=lambda: AttemptOutcome("running"))
-    renewal: Decision | None = None
-    """The ranks were told to save and leave; this begins the next attempt."""
-    stages: dict[int, int] = field(default_factory=dict)
-    agents: dict[str, Any] = field(default_factory=dict)
-    """Handles by Ray's id of the node."""
-    n_recorded_signals: int = 0
-
-
 class Coordinator:
     """The actor's class (made an actor by the supervisor): every method is a coroutine on one event loop."""
 
@@ -94,7 +61,7 @@ class Coordinator:
         self._going_back = GoingBack(self._run_dir, self._ledger)
         self._watch = Watch()
         self._changed = asyncio.Condition()
-        self._attempt = _Attempt(-1, 0)
+        self._attempt = Attempt(-1, 0)
         self._is_stopping = False
         self._judge: asyncio.Task[None] | None = None
         self._deadline: asyncio.Task[None] | None = None
@@ -107,7 +74,7 @@ class Coordinator:
         """Forget the last attempt's shells and expect `world_size` new ones."""
         async with self._changed:
             self._forget_judge()
-            self._attempt = _Attempt(number, world_size)
+            self._attempt = Attempt(number, world_size)
             self._watch.begin_attempt()
             self._changed.notify_all()
 
@@ -299,7 +266,7 @@ class Coordinator:
     def _is_current(self, attempt: int, generation: int) -> bool:
         return attempt == self._attempt.number and generation == self._attempt.generation.number
 
-    async def _judge_later(self, generation: _Generation) -> None:
+    async def _judge_later(self, generation: Generation) -> None:
         await asyncio.sleep(EVIDENCE_WINDOW_S)
         limit = time.monotonic() + NODE_LOSS_LIMIT_S
         while self._may_have_lost_node(generation) and time.monotonic() < limit:
@@ -308,7 +275,7 @@ class Coordinator:
         if generation is self._attempt.generation and not generation.is_closed:
             await self._judge_generation()
 
-    def _may_have_lost_node(self, generation: _Generation) -> bool:
+    def _may_have_lost_node(self, generation: Generation) -> bool:
         """A rank is not heard of, nor is its node: Ray will soon say to the supervisor what became of it."""
         if generation is not self._attempt.generation or generation.is_closed:
             return False
@@ -355,7 +322,7 @@ class Coordinator:
         else:
             await self._carry_out(self._decide(incident, shells_alive=True), incident)
 
-    def _examine(self, current: _Generation) -> None:
+    def _examine(self, current: Generation) -> None:
         current.is_closed = current.is_examined = True
         self._forget_judge()
 
@@ -364,7 +331,7 @@ class Coordinator:
             self._judge.cancel()
             self._judge = None
 
-    async def _kill(self, current: _Generation) -> None:
+    async def _kill(self, current: Generation) -> None:
         if not current.is_killed:
             current.is_killed = True
             await self._order(Order("kill", current.number))
@@ -398,7 +365,7 @@ class Coordinator:
         self._close(AttemptOutcome(kind, f"{decision.reason}\n{incident.evidence}", decision))
         await self._order(Order("end", current.number))
 
-    async def _leave_unreaped(self, current: _Generation, incident: Incident) -> None:
+    async def _leave_unreaped(self, current: Generation, incident: Incident) -> None:
         """A rank that does not go keeps its shell from starting another: then a new attempt has to."""
         await asyncio.sleep(REAP_LIMIT_S)
         attempt = self._attempt
@@ -417,7 +384,7 @@ class Coordinator:
         self._close(AttemptOutcome("failed", f"{decision.reason}\n{stuck.evidence}", decision))
         await self._order(Order("end", current.number))
 
-    async def _abandon_later(self, attempt: _Attempt, limit_s: float) -> None:
+    async def _abandon_later(self, attempt: Attempt, limit_s: float) -> None:
         """Ranks that cannot save and leave in time are ended as they are.
 
         Who takes a node away waits no longer than the grace time. Else a save may take as long as any may; a
@@ -436,7 +403,7 @@ class Coordinator:
 
     async def _start_generation(self, number: int) -> None:
         self._forget_judge()
-        self._attempt.generation = _Generation(number)
+        self._attempt.generation = Generation(number)
         start = self._going_back.start_point(self._attempt.number, number)
         await self._order(Order("start", number, start=start))
         if self._is_stopping or self._attempt.renewal is not None:
