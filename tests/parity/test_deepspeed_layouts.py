@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -288,24 +289,34 @@ def test_bf16_pipeline_without_zero_is_refused() -> None:
         spec_of(pipeline(0, pp=2) | {"precision": "bf16"})
 
 
+Spoil = Callable[[Any], AbstractContextManager[None]]
+"""Engine -> for the length of a with-block its steps go wrong on this rank."""
+
+
+def _around_a_bad_step(groups: Groups, spec: JobSpec, spoil: Spoil) -> tuple[StepResult, StepResult, bool]:
+    """A step that is spoiled on rank 1 only, the next one, and whether the first left the state alone."""
+    engine = build_engine(spec, groups, CPU)
+    step_of(engine, spec, groups, 0)
+    before = save(engine)
+    with spoil(engine) if groups.rank == 1 else nullcontext():
+        bad = step_of(engine, spec, groups, 1)
+    unchanged = same(before, save(engine))
+    return bad, step_of(engine, spec, groups, 1), unchanged
+
+
+@contextmanager
+def _infinite_gradient(engine: Any) -> Iterator[None]:
+    parameter = dict(engine.model.named_parameters())["layers.1.self_attn.o_proj.weight"]
+    handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
+    yield
+    handle.remove()
+
+
 def _poisoned(groups: Groups, specs: list[JobSpec]) -> list[list[str]]:
     """What is wrong after a gradient that is infinite on rank 1 only, for each spec."""
     wrong = []
     for spec in specs:
-        engine = build_engine(spec, groups, CPU)
-        step_of(engine, spec, groups, 0)
-        before = save(engine)
-        path = "layers.1.self_attn.o_proj.weight"
-        parameter = dict(engine.model.named_parameters()).get(path)
-        handle = None
-        if groups.rank == 1:
-            assert parameter is not None
-            handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
-        skipped = step_of(engine, spec, groups, 1)
-        if handle is not None:
-            handle.remove()
-        unchanged = same(before, save(engine))
-        next_step = step_of(engine, spec, groups, 1)
+        skipped, next_step, unchanged = _around_a_bad_step(groups, spec, _infinite_gradient)
         faults = {
             "not skipped": not skipped.skipped or next_step.skipped,
             "norm is finite": math.isfinite(skipped.grad_norm),
@@ -327,21 +338,20 @@ def test_infinite_gradient_on_one_rank_skips_the_step_on_all(
         assert rank == [[] for _ in specs]
 
 
+@contextmanager
+def _infinite_loss(engine: Any) -> Iterator[None]:
+    name = "_cross_entropy" if hasattr(engine, "_cross_entropy") else "_loss"
+    loss = getattr(engine, name)
+    setattr(engine, name, lambda logits, labels: loss(logits, labels) + torch.inf)
+    yield
+    setattr(engine, name, loss)
+
+
 def _infinite_losses(groups: Groups, specs: list[JobSpec]) -> list[list[str]]:
     """What is wrong after a loss that is infinite on rank 1 while its gradient is not, for each spec."""
     wrong = []
     for spec in specs:
-        engine = build_engine(spec, groups, CPU)
-        step_of(engine, spec, groups, 0)
-        before = save(engine)
-        name = "_cross_entropy" if spec.strategy.kind == "deepspeed_pipeline" else "_loss"
-        loss = getattr(engine, name)
-        if groups.rank == 1:
-            setattr(engine, name, lambda logits, labels, loss=loss: loss(logits, labels) + torch.inf)
-        skipped = step_of(engine, spec, groups, 1)
-        setattr(engine, name, loss)
-        unchanged = same(before, save(engine))
-        next_step = step_of(engine, spec, groups, 1)
+        skipped, next_step, unchanged = _around_a_bad_step(groups, spec, _infinite_loss)
         is_named = skipped.is_cause == (groups.rank == 1) or spec.strategy.kind == "deepspeed_pipeline"
         faults = {
             "not skipped": not skipped.skipped or next_step.skipped,

@@ -33,6 +33,24 @@ def start_server(folder: Path, kind: str = "native") -> ForkServer:
     return ForkServer(preload, values, ROOT, folder / "server.log")
 
 
+def request_of(run_dir: Path, attempt: int = 0, generation: int = 0, **more: Any) -> RankRequest:
+    """What a shell asks for: rank 0, the only one; `more` are fields of RankRequest."""
+    return RankRequest(
+        run_dir=str(run_dir),
+        data_dir=read_state(run_dir).data_dir,
+        attempt=attempt,
+        generation=generation,
+        rank=0,
+        local_rank=0,
+        node_rank=0,
+        world_size=1,
+        local_world_size=1,
+        node="127.0.0.1",
+        log_path=str(log_path(run_dir, attempt, 0)),
+        **more,
+    )
+
+
 def run_one_rank(
     server: ForkServer,
     run_dir: Path,
@@ -41,18 +59,9 @@ def run_one_rank(
     start: StartPoint | None = None,
 ) -> RankEnd:
     """One generation of a run of one rank, from its newest checkpoint to its end."""
-    request = RankRequest(
-        run_dir=str(run_dir),
-        data_dir=read_state(run_dir).data_dir,
-        attempt=0,
+    request = request_of(
+        run_dir,
         generation=generation,
-        rank=0,
-        local_rank=0,
-        node_rank=0,
-        world_size=1,
-        local_world_size=1,
-        node="127.0.0.1",
-        log_path=str(log_path(run_dir, 0, 0)),
         restore_before=start.restore_before if start else None,
         skip_samples=start.skip_samples if start else (),
     )

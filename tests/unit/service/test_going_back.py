@@ -1,11 +1,8 @@
 """A rollback from the incident to the ranks that go on: a real rank, real checkpoints, real orders."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from ops.checkpoint.layout import CHECKPOINTS_DIR, committed_steps, folder_name
 from ops.checkpoint.manifest import read_manifest
@@ -17,7 +14,7 @@ from service.fork_client import ForkServer
 from service.going_back import GoingBack, StartPoint
 from service.orders import Order, ShellInfo
 from service.run_store import RUNNING
-from tests.support.one_rank import run_one_rank, start_server
+from tests.support.one_rank import run_one_rank
 from tests.support.stored_runs import stopped_run
 
 SPEC = """\
@@ -31,13 +28,6 @@ run: {name: one, storage: FOLDER}
 checkpoint: {every_steps: 2, asynchronous: false, keep_last: 9}
 tracking: {mlflow: false, peak_tflops: 1.0}
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    made = start_server(tmp_path_factory.mktemp("server"))
-    yield made
-    made.close()
 
 
 def start(folder: Path, steps: int) -> Path:

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from ops.black_box import BlackBoxError, BoxReading, Phase, box_path, read_box
 from service.fork_client import ForkServer
 from service.rank_box import OLD_BOX_S, RankBox, box_folder, remove_box, remove_old_boxes
 from service.rank_process import RankRequest
-from service.run_store import RUNNING, log_path, read_state
-from tests.support.one_rank import start_server
+from service.run_store import RUNNING
+from tests.support.one_rank import request_of
 from tests.support.stored_runs import stopped_run
 
 SPEC = """\
@@ -107,13 +106,6 @@ def test_what_a_step_writes_costs_at_most_two_thousandths_of_a_tenth_of_a_second
     assert best_s <= 0.002 * 0.1
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    made = start_server(tmp_path_factory.mktemp("server"))
-    yield made
-    made.close()
-
-
 def new_run(folder: Path, train: str) -> Path:
     (folder / "corpus.txt").write_text("\n\n".join(f"hello world {i}" for i in range(500)))
     (folder / "spec.yaml").write_text(SPEC % (train, folder / "runs"))
@@ -121,20 +113,7 @@ def new_run(folder: Path, train: str) -> Path:
 
 
 def forked(server: ForkServer, run_dir: Path, box_dir: Path) -> RankRequest:
-    request = RankRequest(
-        run_dir=str(run_dir),
-        data_dir=read_state(run_dir).data_dir,
-        attempt=3,
-        generation=1,
-        rank=0,
-        local_rank=0,
-        node_rank=0,
-        world_size=1,
-        local_world_size=1,
-        node="127.0.0.1",
-        log_path=str(log_path(run_dir, 3, 0)),
-        box_dir=str(box_dir),
-    )
+    request = request_of(run_dir, attempt=3, generation=1, box_dir=str(box_dir))
     server.fork(request)
     return request
 

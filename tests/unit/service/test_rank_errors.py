@@ -1,9 +1,6 @@
 """Errors of a real rank process, from its exception to what becomes of the run."""
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from jobs.spec.job import ResilienceSection
 from ops.checkpoint.layout import CHECKPOINTS_DIR, committed_steps, folder_name
@@ -14,7 +11,7 @@ from ops.policy import decide
 from service.fork_client import ForkServer
 from service.run_store import RUNNING
 from tests.support.commands import command
-from tests.support.one_rank import RankEnd, run_one_rank, start_server
+from tests.support.one_rank import RankEnd, run_one_rank
 from tests.support.stored_runs import stopped_run
 
 SPEC = """\
@@ -29,13 +26,6 @@ checkpoint: {every_steps: 1, asynchronous: false}
 resilience: {on_bad_loss: skip, max_skipped_steps: 2}
 tracking: {mlflow: false, peak_tflops: 1.0}
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    made = start_server(tmp_path_factory.mktemp("server"))
-    yield made
-    made.close()
 
 
 def start(folder: Path, *changes: tuple[str, str]) -> Path:
