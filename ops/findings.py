@@ -44,8 +44,7 @@ class Finding:
             KeyError, TypeError, ValueError: the values have another form.
         """
         signal = dict(values["signal"])
-        place = signal.pop("entity")
-        entity = Entity(EntityKind(place["kind"]), str(place["name"]), str(place["node"]))
+        entity = Entity.from_json(signal.pop("entity"))
         return Finding(
             Signal(**signal, entity=entity),
             FailureClass(values["failure_class"]),

@@ -56,6 +56,12 @@ class NodeBook:
         """The standing of all nodes."""
         return fold(self.changes())
 
+    def fleet_if_readable(self) -> Fleet:
+        """The standing of all nodes; a book that cannot be read holds nobody out."""
+        with contextlib.suppress(OSError):
+            return self.fleet()
+        return Fleet()
+
     def change(self, plan: Callable[[Fleet], Iterable[NodeChange]]) -> Fleet:
         """Ask `plan` what to change, given the standing, and write it down before anybody else can.
 

@@ -14,7 +14,7 @@ from ops.decision import TODAYS_ACTIONS, Action, Decision
 from ops.incident import FailureClass, Incident, Nature
 from ops.ledger import Event
 from ops.policy import PastIncident, decide
-from ops.signal import Entity, EntityKind
+from ops.signal import Entity
 from ops.situation import Situation, situation_fields, situation_of
 
 
@@ -55,8 +55,7 @@ def incident_fields(
         situation: as it was told to the policy.
     """
     fields: dict[str, Any] = {
-        "class": incident.failure_class.value,
-        "culprit": incident.culprit,
+        **_name_fields(incident),
         "action": decision.action.value,
         "reason": decision.reason,
         "step": incident.step,
@@ -71,13 +70,8 @@ def incident_fields(
         fields["attempt"], fields["generation"] = incident.generation
     if incident.good_step is not None:
         fields["good_step"] = incident.good_step
-    if incident.entity is not None:
-        fields["entity"] = _entity_fields(incident.entity)
     if incident.otherwise is not None:
-        other = incident.otherwise
-        fields["otherwise"] = {"class": other.failure_class.value, "culprit": other.culprit}
-        if other.entity is not None:
-            fields["otherwise"]["entity"] = _entity_fields(other.entity)
+        fields["otherwise"] = _name_fields(incident.otherwise)
     more = {
         "nature": "" if incident.nature is Nature.CLEAR else incident.nature.value,
         "symptom": incident.symptom,
@@ -104,42 +98,42 @@ def incident_of(event: Event) -> Incident | None:
     if event.kind != "incident":
         return None
     try:
-        failure_class = FailureClass(event.text("class"))
+        named = _named_by(fields)
         nature = Nature(event.text("nature") or Nature.CLEAR)
-        entity = _entity_of(fields)
-        other = fields.get("otherwise")
-        other_class = FailureClass(other["class"]) if other else None
-        other_culprit, other_entity = (str(other["culprit"]), _entity_of(other)) if other else ("", None)
+        otherwise = _named_by(fields["otherwise"]) if fields.get("otherwise") else None
     except (ValueError, KeyError, TypeError):
         return None
     has_ranks = "attempt" in fields and "generation" in fields
     incident = Incident(
-        failure_class=failure_class,
-        culprit=event.text("culprit"),
+        **named,
         evidence=event.text("evidence"),
         step=event.integer("step"),
         failed_at=event.seconds("failed_at", event.at),
         detected_at=event.seconds("detected_at", event.at),
-        entity=entity,
         nature=nature,
         symptom=event.text("symptom"),
         good_step=event.integer("good_step") if "good_step" in fields else None,
         detector=event.text("detector"),
         generation=(event.integer("attempt"), event.integer("generation")) if has_ranks else None,
     )
-    if other_class is None:
+    if otherwise is None:
         return incident
-    plain = replace(incident, failure_class=other_class, culprit=other_culprit, entity=other_entity)
-    return replace(incident, otherwise=replace(plain, nature=Nature.CLEAR, symptom="", detector=""))
+    plain = replace(incident, **otherwise, nature=Nature.CLEAR, symptom="", detector="")
+    return replace(incident, otherwise=plain)
 
 
-def _entity_fields(entity: Entity) -> dict[str, str]:
-    return {"kind": entity.kind.value, "name": entity.name, "node": entity.node}
+def _name_fields(incident: Incident) -> dict[str, Any]:
+    fields: dict[str, Any] = {"class": incident.failure_class.value, "culprit": incident.culprit}
+    return fields if incident.entity is None else {**fields, "entity": incident.entity.to_json()}
 
 
-def _entity_of(fields: Mapping[str, Any]) -> Entity | None:
+def _named_by(fields: Mapping[str, Any]) -> dict[str, Any]:
     place = fields.get("entity")
-    return Entity(EntityKind(str(place["kind"])), str(place["name"]), str(place["node"])) if place else None
+    return {
+        "failure_class": FailureClass(str(fields.get("class", ""))),
+        "culprit": str(fields.get("culprit", "")),
+        "entity": Entity.from_json(place) if place else None,
+    }
 
 
 def remembered(event: Event, newest_step: int = 0) -> Remembered | None:

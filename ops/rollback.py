@@ -112,12 +112,10 @@ def plan_rollback(
             it is not known.
     """
     steps = sorted(committed)
-    trusted = [step for step in steps if due.good_step is None or step <= due.good_step]
-    if trusted:
-        newest = len(steps) - 1 - due.checkpoints_back
-        target = min(trusted[-1], steps[max(newest, 0)])
-    else:
-        target = steps[0] if steps else 0
+    target = 0
+    if steps:
+        trusted = [step for step in steps if due.good_step is None or step <= due.good_step]
+        target = min(max(trusted, default=steps[0]), steps[max(len(steps) - 1 - due.checkpoints_back, 0)])
     skipped: Ranges = ()
     if due.skips_data and next_ordinal is not None:
         first = ordinal_at(target) if target else 0

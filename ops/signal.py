@@ -3,8 +3,10 @@
 Pure values; reads nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class EntityKind(StrEnum):
@@ -32,6 +34,19 @@ class Entity:
     def __str__(self) -> str:
         where = f" (node {self.node})" if self.node and self.kind is not EntityKind.NODE else ""
         return f"{self.kind} {self.name}{where}"
+
+    def to_json(self) -> dict[str, str]:
+        """As plain JSON values."""
+        return {"kind": self.kind.value, "name": self.name, "node": self.node}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Entity":
+        """The reverse of to_json.
+
+        Raises:
+            KeyError, TypeError, ValueError: the values have another form.
+        """
+        return Entity(EntityKind(str(values["kind"])), str(values["name"]), str(values["node"]))
 
 
 @dataclass(frozen=True)

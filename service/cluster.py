@@ -31,12 +31,10 @@ class ClusterError(PacktrainError):
 class Capacity:
     """What the live nodes of the cluster have, and what of it is free."""
 
-    n_nodes: int
     cpus: float
     gpus: float
     free_cpus: float
     free_gpus: float
-    node_addresses: tuple[str, ...]
 
 
 def connect(spec: JobSpec, address: str | None, code_dir: Path) -> str:
@@ -144,16 +142,13 @@ EXCLUDES = [".git", ".venv", "runs", "tests", "docs", "build", "**/__pycache__"]
 
 def capacity() -> Capacity:
     """What the cluster has now."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    total = [node["Resources"] for node in nodes]
+    total = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
     return Capacity(
-        n_nodes=len(nodes),
         cpus=sum(r.get("CPU", 0.0) for r in total),
         gpus=sum(r.get("GPU", 0.0) for r in total),
         free_cpus=free.get("CPU", 0.0),
         free_gpus=free.get("GPU", 0.0),
-        node_addresses=tuple(sorted(node["NodeManagerAddress"] for node in nodes)),
     )
 
 

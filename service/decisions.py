@@ -21,7 +21,7 @@ from ops.incident import Incident, Nature
 from ops.ledger import LEDGER_DIR, LedgerWriter, read_ledger
 from ops.node_book import NodeBook, NodeBookError, strikes_of
 from ops.policy import decide
-from ops.quarantine import Cluster, Fleet
+from ops.quarantine import Cluster
 from ops.replay import History, Remembered, incident_fields, incident_of
 from ops.situation import Situation
 from service.run_store import iter_runs, steps_of_ranks
@@ -71,7 +71,6 @@ class Decider:
         *,
         shells_alive: bool,
         still_trains: bool = False,
-        is_clean_elsewhere: bool | None = None,
         available: Set[Action] = CARRIED_OUT,
     ) -> Decision:
         """What is done about an incident; it is in the ledger, and its strikes in the book, on return.
@@ -82,14 +81,13 @@ class Decider:
             incident: what happened; its generation, where known, keeps it from being acted on twice.
             shells_alive: every worker shell of the attempt still answers.
             still_trains: the ranks go on; nothing has to be done at once.
-            is_clean_elsewhere: the failed step was replayed on other nodes and came out clean.
             available: what can be carried out.
         """
         committed: int | None = None
         with contextlib.suppress(OSError):
             committed = newest_committed_step(self._run_dir / CHECKPOINTS_DIR)
         committed_step = committed or 0
-        situation = self._situation(incident, still_trains, is_clean_elsewhere)
+        situation = self._situation(incident, still_trains=still_trains)
         decision = decide(
             incident,
             self._history.past(committed_step),
@@ -114,15 +112,7 @@ class Decider:
         self._ledger.write("incident", **fields)
         return decision
 
-    def fleet(self) -> Fleet:
-        """The standing of all nodes; an unreadable book is an empty one."""
-        with contextlib.suppress(OSError):
-            return self._book.fleet()
-        return Fleet()
-
-    def _situation(
-        self, incident: Incident, still_trains: bool, is_clean_elsewhere: bool | None
-    ) -> Situation:
+    def _situation(self, incident: Incident, *, still_trains: bool) -> Situation:
         nodes, ranks = self.nodes, incident.generation
         return Situation(
             still_trains=still_trains,
@@ -131,11 +121,10 @@ class Decider:
             n_ranks=nodes.n_ranks,
             slots=nodes.slots,
             can_shrink_to=nodes.can_shrink_to,
-            fleet=self.fleet(),
+            fleet=self._book.fleet_if_readable(),
             cluster=Cluster(max(nodes.n_nodes, len(nodes.of_attempt))),
             sightings=self._sightings(incident),
             run=self._run_dir.name,
-            is_clean_elsewhere=is_clean_elsewhere,
             observing=frozenset(self._budgets.observe),
         )
 

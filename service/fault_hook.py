@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from jobs.data.sampler import step_ordinals
-from jobs.engines.base import Engine
+from jobs.engines.base import Engine, stages_of
 from jobs.events import EvalRecord, Progress, StepRecord
 from ops.durable import write_atomically
 from service.rank_faults import RankFaults
@@ -56,8 +56,7 @@ class FaultHook:
 
     def on_start(self, engine: Engine, progress: Progress) -> None:
         """Bad samples of an earlier generation are bad still."""
-        model = engine.model
-        for stage in model if isinstance(model, nn.ModuleList) else (model,):
+        for stage in stages_of(engine.model):
             stage.register_forward_pre_hook(self._before_forward)
             stage.register_forward_hook(self._after_forward)
         self._skipped = progress.skipped_samples
@@ -93,7 +92,8 @@ class FaultHook:
         return found
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        self._began_s = time.thread_time()
+        if self._is_slow:
+            self._began_s = time.thread_time()
 
     def _after_forward(self, module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
         if not module.training or not torch.is_grad_enabled():

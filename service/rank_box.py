@@ -185,10 +185,9 @@ class BlackBoxHook:
 
     def on_start(self, engine: "Engine", progress: Progress) -> None:
         """The first step begins. Each forward pass of a stage of the model is marked from here on."""
-        from torch import nn
+        from jobs.engines.base import stages_of
 
-        model = engine.model
-        for stage in model if isinstance(model, nn.ModuleList) else (model,):
+        for stage in stages_of(engine.model):
             stage.register_forward_pre_hook(self._begin_micro_batch)
         self._box.start_from(progress)
         self._box.enter(Phase.STEP)

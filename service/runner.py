@@ -88,8 +88,7 @@ def start_run(spec: JobSpec, run_dir: Path, options: RunOptions, say: Say) -> in
         from service.exchange import check_start_weights  # imports torch, which other starts do without
 
         check_start_weights(Path(spec.train.init_from), spec.model)
-    if not (options.address or get_env("RAY_ADDRESS")):
-        embedded_cpus(spec, os.cpu_count() or 1)  # refused before the data, which may take long
+    _refuse_too_large(spec, options)
     prepared = prepare_data(spec, say)
     _connect(spec, run_dir, options, resume=False)
     state = create_run(spec, run_dir)
@@ -127,6 +126,7 @@ def _go_on(run_dir: Path, overrides: Sequence[str], options: RunOptions, say: Sa
         say(line)
     for warning in check_before_start(spec, run_dir, None, environment(), resume=True):
         say(f"warning: {warning}")
+    _refuse_too_large(spec, options)
     prepared = prepare_data(spec, say)
     if state.data_fingerprint:
         check_unchanged(prepared, state.data_fingerprint)
@@ -140,6 +140,12 @@ def _go_on(run_dir: Path, overrides: Sequence[str], options: RunOptions, say: Sa
 def _with_data(state: RunState, prepared: PreparedData) -> RunState:
     known = replace(state, data_dir=str(prepared.cache_dir), data_fingerprint=prepared.fingerprint)
     return replace(known, status=RUNNING).driven_by_me()
+
+
+def _refuse_too_large(spec: JobSpec, options: RunOptions) -> None:
+    """For an embedded cluster; before the data is prepared, which may take long."""
+    if not (options.address or get_env("RAY_ADDRESS")):
+        embedded_cpus(spec, os.cpu_count() or 1)
 
 
 def _connect(spec: JobSpec, run_dir: Path, options: RunOptions, *, resume: bool) -> None:

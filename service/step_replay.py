@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jobs.errors import SpecError
 from jobs.events import Ranges
 from ops.checkpoint.layout import CHECKPOINTS_DIR, committed_steps, folder_name, is_committed
-from ops.ledger import number, read_ledger, read_metrics
+from ops.ledger import Event, number, read_ledger, read_metrics
 from ops.rollback import skipped_so_far
 from service.local_ranks import LocalRanks
 from service.run_store import read_spec, read_state
@@ -93,7 +93,8 @@ def run_replay(run_dir: Path, step: int, note: Callable[[str], None]) -> StepRep
     spec, state = read_spec(run_dir), read_state(run_dir)
     if not 1 <= step <= spec.train.steps:
         raise SpecError(f"--step {step}: this run has steps 1 to {spec.train.steps}")
-    checkpoint, begin = checkpoint_before(run_dir, step)
+    events = read_ledger(run_dir)
+    checkpoint, begin = checkpoint_before(run_dir, step, events)
     note(f"from step {begin} ({checkpoint or 'start weights'}), {spec.world_size} ranks on this machine")
     from jobs.engines.preload import preload_modules
     from jobs.parallel.placement import kv_replicas
@@ -103,7 +104,7 @@ def run_replay(run_dir: Path, step: int, note: Callable[[str], None]) -> StepRep
         ranks = LocalRanks((*preload_modules(spec.strategy.kind), "service.replayed_steps"), Path(folder))
         mesh = spec.strategy.mesh
         lines = [line for line in read_metrics(run_dir) if "grad_norm" in line]
-        for skipped in _ways(run_dir):
+        for skipped in _ways(events):
             of_ranks: list[list[ReplayedStep]] = ranks.run(
                 replay_steps,
                 mesh,
@@ -117,20 +118,25 @@ def run_replay(run_dir: Path, step: int, note: Callable[[str], None]) -> StepRep
             if line_of(lines, of_ranks[0][-1]) is not None:
                 break
     recorded = {
-        event.integer("step"): event.fields.get("digests", {})
-        for event in read_ledger(run_dir)
-        if event.kind == "digests"
+        event.integer("step"): event.fields.get("digests", {}) for event in events if event.kind == "digests"
     }
     return StepReplay(checkpoint, tuple(compare(lines, recorded, of_ranks)))
 
 
-def checkpoint_before(run_dir: Path, step: int) -> tuple[str, int]:
-    """Folder and step of the newest checkpoint before a step, those set aside included; "" and 0 for none."""
+def checkpoint_before(run_dir: Path, step: int, events: Sequence[Event]) -> tuple[str, int]:
+    """Folder and step of the newest checkpoint before a step; "" and 0 for none.
+
+    Those set aside are among them, unless they were found damaged.
+
+    Args:
+        run_dir: folder of the run.
+        step: the step in question.
+        events: the run's ledger.
+    """
     found: list[tuple[int, Path]] = []
     folder = run_dir / CHECKPOINTS_DIR
     found += [(saved, folder / folder_name(saved)) for saved in committed_steps(folder)]
-    events = [event for event in read_ledger(run_dir) if event.kind == "checkpoint_set_aside"]
-    damaged = {event.text("kept_as") for event in events}
+    damaged = {event.text("kept_as") for event in events if event.kind == "checkpoint_set_aside"}
     for path in (run_dir / "set_aside").glob("step-*-*"):
         if is_committed(path) and str(path) not in damaged:
             found.append((int(path.name.split("-")[1]), path))
@@ -141,9 +147,9 @@ def checkpoint_before(run_dir: Path, step: int) -> tuple[str, int]:
     return str(path), saved
 
 
-def _ways(run_dir: Path) -> list[Ranges]:
+def _ways(events: Sequence[Event]) -> list[Ranges]:
     """What may have been passed over in that step: nothing more than the checkpoint knows, or all."""
-    later = skipped_so_far(read_ledger(run_dir))
+    later = skipped_so_far(events)
     return [(), later] if later else [()]
 
 

@@ -10,8 +10,9 @@ One window proves nothing: a neighbour on the same core is gone in the next.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
+from jobs.compute_clock import PassKind
 from jobs.engines.base import Engine
 from jobs.events import EvalRecord, Progress, StepRecord
 from jobs.mesh import Mesh
@@ -26,7 +27,7 @@ TRUSTED = 0.5
 """Findings of less confidence are not told."""
 SHORT_PAUSE_S = 0.010
 """In one step; a pause below is the turn of another process on the same core, and counts as none."""
-_KINDS = ("forward", "backward")
+_KINDS: tuple[PassKind, PassKind] = ("forward", "backward")
 
 StepTimes = tuple[int, list[tuple[int, int, int, float]], float, float]
 """Step; (kind, stage, micro-batch, seconds) of each pass; seconds of waiting for data, measured as passes
@@ -172,8 +173,7 @@ def times_of(posted: Sequence[Sequence[StepTimes]], mesh: Mesh) -> tuple[list[Pa
         replica = mesh.coordinates(rank)["dp"]
         for step, measured, data_s, pause_s in steps:
             for kind, stage, micro_batch, compute_s in measured:
-                name: Literal["forward", "backward"] = "backward" if kind else "forward"
-                passes.append(Pass(step, rank, replica, stage, micro_batch, name, compute_s))
+                passes.append(Pass(step, rank, replica, stage, micro_batch, _KINDS[kind], compute_s))
             pauses.append(Pause(step, rank, "data", data_s))
             pauses.append(Pause(step, rank, "garbage_collection", pause_s))
     return passes, pauses

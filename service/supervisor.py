@@ -11,7 +11,6 @@ Failures of ranks inside a living attempt are the coordinator's. Everything that
 is in the run folder, so a killed driver is followed by `packtrain resume`.
 """
 
-import contextlib
 import secrets
 import signal
 import threading
@@ -30,7 +29,6 @@ from ops.durable import write_atomically
 from ops.incident import FailureClass, Incident
 from ops.ledger import LedgerWriter
 from ops.node_book import NodeBook
-from ops.quarantine import Fleet
 from service.cluster import is_own_node_alive, release_placement_groups
 from service.decisions import Decider
 from service.launch import FitFailure, coordinator_actor, run_attempt
@@ -351,7 +349,7 @@ class Supervisor:
         while True:
             have = live_places(self._spec.resources)
             waited_s = time.monotonic() - begun
-            start = self._room.start(have, self._fleet(), self._decision, waited_s)
+            start = self._room.start(have, self._book.fleet_if_readable(), self._decision, waited_s)
             if start is not None:
                 self._is_awaiting_nodes = False
                 return start
@@ -366,12 +364,7 @@ class Supervisor:
         if self._decision is None:
             return None
         smaller = replace(self._decision, action=Action.SHRINK)
-        return self._room.start(have, self._fleet(), smaller, waited_s)
-
-    def _fleet(self) -> Fleet:
-        with contextlib.suppress(OSError):  # a book that cannot be read holds nobody out
-            return self._book.fleet()
-        return Fleet()
+        return self._room.start(have, self._book.fleet_if_readable(), smaller, waited_s)
 
     def _gives_up_waiting(self, waited_s: float) -> bool:
         """Keep the lease while no attempt runs; whether to wait no longer."""
@@ -384,7 +377,7 @@ class Supervisor:
     def _end_without_nodes(self) -> RunEnd:
         if self._is_stop_asked():
             return self._stopped()
-        why = self._room.shortage(live_places(self._spec.resources), self._fleet())
+        why = self._room.shortage(live_places(self._spec.resources), self._book.fleet_if_readable())
         limit_s = self._spec.resilience.wait_for_nodes_s
         return RunEnd(FAILED, f"{why}, and no more came within resilience.wait_for_nodes_s={limit_s:g}")
 

@@ -72,3 +72,8 @@ class Engine(Protocol):
 
         Called after a checkpoint was read into the chunks' tensors.
         """
+
+
+def stages_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What passes forward by itself in an engine's model: each of its pipeline stages, or the whole."""
+    return list(model) if isinstance(model, torch.nn.ModuleList) else [model]

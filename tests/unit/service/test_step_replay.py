@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ import pytest
 
 from ops.checkpoint.layout import CHECKPOINTS_DIR
 from ops.checkpoint.set_aside import set_aside
+from ops.ledger import read_ledger
 from service.fork_client import ForkServer
 from service.run_store import RUNNING
 from service.step_replay import checkpoint_before, verdict_of
 from tests.support.live_runs import packtrain
-from tests.support.one_rank import run_one_rank, start_server
+from tests.support.one_rank import run_one_rank
 from tests.support.stored_runs import stopped_run
 
 SPEC = """\
@@ -29,13 +29,6 @@ checkpoint: {every_steps: 2, asynchronous: false, keep_last: 9}
 resilience: {digest_every_steps: 1}
 tracking: {mlflow: false, peak_tflops: 1.0}
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    made = start_server(tmp_path_factory.mktemp("server"))
-    yield made
-    made.close()
 
 
 def replayed(run_dir: Path, step: int) -> tuple[int, dict[str, Any]]:
@@ -78,7 +71,7 @@ def test_a_step_that_is_none(tmp_path: Path) -> None:
     done = packtrain("replay", str(run_dir), "--step", "7", cwd=tmp_path)
     assert done.returncode == 2
     assert "this run has steps 1 to 6" in done.stderr
-    assert checkpoint_before(run_dir, 3) == ("", 0)
+    assert checkpoint_before(run_dir, 3, read_ledger(run_dir)) == ("", 0)
 
 
 @pytest.mark.parametrize(
