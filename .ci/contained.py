@@ -24,19 +24,31 @@ def main(limit_s: float, command: list[str]) -> int:
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed: orphans of the command could not be found")
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        status = child.wait(limit_s)
-    except subprocess.TimeoutExpired:
+    status = wait_for(child.pid, limit_s)
+    if status is None:
         print(f"CI: {' '.join(command)} took more than {limit_s:.0f} s: interrupting it.", flush=True)
         os.killpg(child.pid, signal.SIGINT)
-        try:
-            child.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        if wait_for(child.pid, GRACE_S) is None:
+            os.kill(child.pid, signal.SIGKILL)
+            wait_for(child.pid, GRACE_S)
         status = 124
     end_descendants()
     return status if status >= 0 else 128 - status
+
+
+def wait_for(pid: int, limit_s: float) -> int | None:
+    """Exit code of this child, negative for a signal; None where it runs for longer.
+
+    Orphans that end meanwhile are reaped as an init does: what waits for their end would see zombies.
+    """
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+        if not ended:
+            time.sleep(0.1)
+    return None
 
 
 def end_descendants() -> None:
