@@ -8,17 +8,8 @@ from typing import Any
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.execution.callback import ControllerCallback
 
-from service.lifetime import end_with_raylet
-
-
-class EndWithRaylet(ControllerCallback):
-    """Runs in the Ray Train controller: it leaves nothing behind when the cluster goes."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Tie this process to its node."""
-        end_with_raylet()
+from service.controller_end import EndWithRaylet
 
 
 class BareTrainer(TorchTrainer):

@@ -86,8 +86,7 @@ class Coordinator:
     async def abandon(self) -> None:
         """Kill the ranks and let the shells return. An attempt that has ended already stays as it ended."""
         if self._attempt.outcome.kind == "running":
-            self._close(AttemptOutcome("stopped", decision=self._attempt.renewal))
-        await self._order(Order("end", self._attempt.generation.number))
+            await self._close(AttemptOutcome("stopped", decision=self._attempt.renewal))
 
     async def outcome(self) -> AttemptOutcome:
         """How the current attempt stands."""
@@ -163,14 +162,13 @@ class Coordinator:
             return
         blind = sorted({s.node for s in shells.values() if not s.sees_storage})
         if blind:
-            self._close(
+            await self._close(
                 AttemptOutcome(
                     "failed",
                     f"run.storage is not shared: {self._run_dir} as the driver writes it is not seen by node "
                     f"{', '.join(blind)}; mount the same storage on every node",
                 )
             )
-            await self._order(Order("end", 0))
         else:
             await self._start_generation(0)
 
@@ -181,7 +179,7 @@ class Coordinator:
                 lambda: attempt != self._attempt.number or len(self._attempt.orders) > seen
             )
             if attempt != self._attempt.number:
-                return [Order("end", -1)]
+                return [Order("end", -1, is_followed=True)]
             return self._attempt.orders[seen:]
 
     async def report_store(self, attempt: int, generation: int, host: str, port: int) -> None:
@@ -211,8 +209,8 @@ class Coordinator:
             await self._start_next_when_reaped()
         elif len(current.outcomes) == self._attempt.world_size:
             kind: Literal["finished", "stopped"] = "finished" if outcome == "finished" else "stopped"
-            self._close(AttemptOutcome(kind, decision=self._attempt.renewal if kind == "stopped" else None))
-            await self._order(Order("end", generation))
+            renewal = self._attempt.renewal if kind == "stopped" else None
+            await self._close(AttemptOutcome(kind, decision=renewal))
         elif rank_exit.is_failure and not rank_exit.is_victim:
             await self._judge_generation()
         elif rank_exit.is_failure and self._judge is None:
@@ -362,8 +360,7 @@ class Coordinator:
         # Where a stop was asked for, a restart could only save the newest checkpoint once more.
         is_stop_enough = self._is_stopping and decision.action is not Action.STOP
         kind: Literal["failed", "stopped"] = "stopped" if is_stop_enough else "failed"
-        self._close(AttemptOutcome(kind, f"{decision.reason}\n{incident.evidence}", decision))
-        await self._order(Order("end", current.number))
+        await self._close(AttemptOutcome(kind, f"{decision.reason}\n{incident.evidence}", decision))
 
     async def _leave_unreaped(self, current: Generation, incident: Incident) -> None:
         """A rank that does not go keeps its shell from starting another: then a new attempt has to."""
@@ -381,8 +378,7 @@ class Coordinator:
             evidence=f"rank {', '.join(map(str, left))} was not ended by SIGKILL within {REAP_LIMIT_S:g} s",
         )
         decision = self._decide(stuck, shells_alive=False)
-        self._close(AttemptOutcome("failed", f"{decision.reason}\n{stuck.evidence}", decision))
-        await self._order(Order("end", current.number))
+        await self._close(AttemptOutcome("failed", f"{decision.reason}\n{stuck.evidence}", decision))
 
     async def _abandon_later(self, attempt: Attempt, limit_s: float) -> None:
         """Ranks that cannot save and leave in time are ended as they are.
@@ -409,9 +405,13 @@ class Coordinator:
         if self._is_stopping or self._attempt.renewal is not None:
             await self._order(Order("terminate", number))
 
-    def _close(self, outcome: AttemptOutcome) -> None:
+    async def _close(self, outcome: AttemptOutcome) -> None:
+        """The attempt is over: what is left of its ranks is killed, and its shells return."""
         self._attempt.outcome = outcome
         self._attempt.generation.is_closed = True
+        decision, number = outcome.decision, self._attempt.generation.number
+        is_followed = decision is not None and decision.action in RESTARTS and not self._is_stopping
+        await self._order(Order("end", number, is_followed=is_followed))
 
     async def _order(self, order: Order) -> None:
         async with self._changed:

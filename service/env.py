@@ -30,6 +30,11 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def visible_devices() -> dict[str, str]:
+    """The variables by which Ray tells a worker its devices."""
+    return {name: value for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
+
+
 def prepare_ray_environment() -> None:
     """Set what Ray must find explicitly before it is imported or started.
 
@@ -48,6 +53,7 @@ RAY_DEFAULTS = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -90,6 +96,7 @@ def is_inside_ray_job() -> bool:
 RANK_MEMORY = ":".join(
     (
         "glibc.cpu.x86_non_temporal_threshold=3145728",
+        "glibc.malloc.hugetlb=1",
         "glibc.malloc.mmap_threshold=33554432",
         "glibc.malloc.trim_threshold=1073741824",
     )
@@ -99,4 +106,5 @@ RANK_MEMORY = ":".join(
 Copies of 3 MiB and more (a checkpoint to its buffer) go past the cache: a save blocks training for less time
 then. Blocks below 32 MiB (the largest value) come from the heap, and it keeps up to 1 GiB that is free:
 otherwise a step's large tensors are given back to the kernel and their pages cleared anew, step after step.
+The heap asks for huge pages: fewer misses of the TLB.
 """

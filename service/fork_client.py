@@ -20,7 +20,9 @@ from typing import Any
 import psutil
 
 from service.rank_process import RankRequest
+from service.warm_servers import Warm, adopt
 
+SERVER_END_LIMIT_S = 5.0
 RANK_END_LIMIT_S = 30.0
 """How long a killed rank may take to give back its memory and its devices."""
 
@@ -45,42 +47,36 @@ class ForkServer:
         folder: Path,
         log_path: Path,
         niceness: int | None = None,
+        warm: Warm | None = None,
     ) -> None:
-        """Start the server; it imports `preload` (what does not import is skipped) meanwhile.
+        """Take over the server of an earlier shell, or start one; it imports `preload` meanwhile.
 
         Args:
-            preload: modules to import before the first fork.
+            preload: modules to import before the first fork; what does not import is skipped.
             environment: of the server and its ranks.
             folder: working directory of both.
             log_path: takes what the server prints.
             niceness: of both, where this user may give it; None keeps this process's own.
+            warm: where a server waits for the next shell; None: it never does.
         """
-        ours, theirs = socket.socketpair()
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.forkserver", str(theirs.fileno()), *preload],
-                env=dict(environment),
-                cwd=folder,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        if niceness is not None:
-            with contextlib.suppress(PermissionError, ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+        adopted = adopt(warm) if warm else None
+        self.is_adopted = adopted is not None
+        self._parent: subprocess.Popen[bytes] | None = None
+        """Of the server, where we have started it."""
+        if adopted is not None:
+            ours, self.pid = adopted
+        else:
+            self._parent, ours = _start(preload, environment, folder, log_path, warm)
+            self.pid = _first_words(ours, log_path)
+            if niceness is not None:
+                with contextlib.suppress(PermissionError, ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
         self._control = ours
         self._channel: socket.socket | None = None
         self._buffers: dict[socket.socket, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(ours, selectors.EVENT_READ)
         self.rank_pid: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server."""
-        return self._process.pid
 
     def watch(self, wake_up: socket.socket) -> None:
         """Let `wait` return also when `wake_up` becomes readable (its bytes are drained)."""
@@ -131,18 +127,27 @@ class ForkServer:
                 messages += self._read(key.fileobj)
         return messages
 
-    def close(self) -> None:
-        """End the server and its rank; returns when both are gone, so that no later rank meets this one."""
+    def close(self, *, keep_warm: bool = False) -> None:
+        """Let go of the server; returns when its rank is gone, so that no later rank meets this one.
+
+        Args:
+            keep_warm: the server waits for another shell; else it is gone too.
+        """
         self._drop_channel()
         self._selector.close()
+        if not keep_warm:
+            with contextlib.suppress(OSError):
+                self._control.sendall(b'{"event": "leave"}\n')
         self._control.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if not keep_warm and not _is_gone_within(self.pid, SERVER_END_LIMIT_S):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        if self._parent is not None:
+            if keep_warm:
+                self._parent.kill()
+            self._parent.wait()
         if self.rank_pid is not None:
-            _wait_until_gone(self.rank_pid)
+            _is_gone_within(self.rank_pid, RANK_END_LIMIT_S)
 
     def _is_exit_pending(self) -> bool:
         with contextlib.suppress(OSError):
@@ -189,10 +194,49 @@ class ForkServer:
             self._channel = None
 
 
-def _wait_until_gone(pid: int) -> None:
-    """Until a process that is no child of ours has ended (reaped or not), within RANK_END_LIMIT_S."""
-    deadline = time.monotonic() + RANK_END_LIMIT_S
+def _start(
+    preload: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    log_path: Path,
+    warm: Warm | None,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A new server: its parent, and its control socket."""
+    ours, theirs = socket.socketpair()
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-m", "service.forkserver", str(theirs.fileno()), json.dumps(warm), *preload]
+    with theirs, log_path.open("ab") as log:
+        process = subprocess.Popen(
+            words,
+            env=dict(environment),
+            cwd=folder,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,  # Ray kills the group of a worker that has ended
+        )
+    return process, ours
+
+
+def _first_words(control: socket.socket, log_path: Path) -> int:
+    """Process id of the server."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = control.recv(1)
+        if not more:
+            raise OSError(f"the fork server did not start: see {log_path}")
+        line += more
+    return int(json.loads(line)["pid"])
+
+
+def _is_gone_within(pid: int, limit_s: float) -> bool:
+    """A process that is no child of ours has ended, reaped or not, before the time was over."""
+    deadline = time.monotonic() + limit_s
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.02)
+    return True

@@ -6,13 +6,14 @@
                            <-- "forked", pid                                   |
                            <-- "exited", code  waitpid()  <---------  _exit(code)
 
-One rank lives at a time. The server never touches CUDA, starts no thread and opens no socket before a
-fork. When the shell dies the socket closes: the server kills its rank and leaves. When the server dies the
-kernel kills the rank (PR_SET_PDEATHSIG). It knows nothing of Ray; what a rank does is rank_process.py's
-business.
+One rank lives at a time. The server never touches CUDA, starts no thread and has no other socket open at a
+fork. When the shell dies the socket closes: the server kills its rank and waits a while for the shell of a
+new attempt (warm_servers.py); where the shell has said "leave", it leaves. Ray kills the children of the
+workers that it ends: so the shell's child only waits for its own child, the server. When the server dies the
+kernel kills the rank (PR_SET_PDEATHSIG). It knows nothing of Ray; what a rank does is rank_process.py's.
 """
 
-import array
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -23,10 +24,11 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from service.lifetime import end_with_parent
 from service.rank_process import RankRequest, run_forked_rank
+from service.warm_servers import Warm, await_adoption
 
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = -1
@@ -37,36 +39,56 @@ class _Child:
     pid: int
     pidfd: int
 
+    def reap(self) -> int:
+        """Exit code; waits for the end."""
+        os.close(self.pidfd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
-def serve(control_fd: int, preload: list[str]) -> None:
-    """Import the preload list, then fork ranks on request until the control socket closes."""
+
+def serve(control: socket.socket, preload: list[str], warm: Warm | None) -> None:
+    """Import the preload list, then fork ranks on request until nobody wants them any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle: ranks must live to save
-    control = socket.socket(fileno=control_fd)
+    _send(control, {"event": "started", "pid": os.getpid()})
     missing = [name for name in preload if not _imports(name)]
     gc.collect()
     gc.freeze()  # what was imported is never collected, so a rank's collector does not copy its pages
-    _send(control, {"event": "ready", "missing": missing})
+    next_shell: socket.socket | None = control
+    while next_shell is not None:
+        with next_shell as control:
+            with contextlib.suppress(OSError):  # a shell that is gone already may have said "leave" before
+                _send(control, {"event": "ready", "missing": missing})
+            if _serve_shell(control) == "leave":
+                return
+        next_shell = await_adoption(warm) if warm else None
+
+
+def _serve_shell(control: socket.socket) -> Literal["leave", "gone"]:
+    """Fork ranks for one shell; none is left when it returns."""
     child: _Child | None = None
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is control:
-                    request, channel_fd = _receive(control)
-                    if request is None:
-                        if child is not None:
-                            os.kill(child.pid, signal.SIGKILL)
-                        return
-                    child = _fork(request, channel_fd, control)
-                    selector.register(child.pidfd, selectors.EVENT_READ)
-                    _send(control, {"event": "forked", "pid": child.pid})
-                elif child is not None:
-                    selector.unregister(child.pidfd)
-                    os.close(child.pidfd)
-                    _, status = os.waitpid(child.pid, 0)
-                    code = os.waitstatus_to_exitcode(status)
-                    _send(control, {"event": "exited", "pid": child.pid, "exit_code": code})
-                    child = None
+        try:
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is control:
+                        request, channel_fd = _receive(control)
+                        if request is None:
+                            return "gone"
+                        if request.get("event") == "leave":
+                            return "leave"
+                        child = _fork(request, channel_fd, control)
+                        selector.register(child.pidfd, selectors.EVENT_READ)
+                        _send(control, {"event": "forked", "pid": child.pid})
+                    elif child is not None:
+                        selector.unregister(child.pidfd)
+                        ended, child = child, None
+                        _send(control, {"event": "exited", "pid": ended.pid, "exit_code": ended.reap()})
+        except (BrokenPipeError, ConnectionResetError):
+            return "gone"
+        finally:
+            if child is not None:
+                os.kill(child.pid, signal.SIGKILL)
+                child.reap()
 
 
 def _imports(name: str) -> bool:
@@ -101,15 +123,19 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, int]:
-    """One request line and the file descriptor sent beside it; (None, -1) when the shell is gone."""
+    """One line, and the file descriptor sent beside a request; (None, -1) when the shell is gone."""
     data, fds, _, _ = socket.recv_fds(control, 1 << 20, 1)
     while not data.endswith(b"\n"):
         more = control.recv(1 << 20) if data else b""
         if not more:
             return None, -1
         data += more
-    return json.loads(data), array.array("i", fds)[0]
+    return json.loads(data), fds[0] if fds else -1
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2:])
+    if server_pid := os.fork():
+        os.waitpid(server_pid, 0)
+        os._exit(0)
+    kept = json.loads(sys.argv[2])
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:], Warm(*kept) if kept else None)

@@ -4,11 +4,9 @@ Decided by service/decisions.py; where the run goes back to is ops/rollback.py's
 that has died since is carried out by the next one: it is in the ledger.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.errors import CheckpointError
-from jobs.events import Ranges
 from ops.checkpoint.layout import CHECKPOINTS_DIR, committed_steps, folder_name
 from ops.checkpoint.manifest import read_manifest
 from ops.checkpoint.set_aside import SET_ASIDE_DIR, set_aside
@@ -17,17 +15,8 @@ from ops.durable import describe_os_error
 from ops.incident import Incident
 from ops.ledger import LedgerWriter, read_ledger
 from ops.rollback import ROLLED_BACK, due_rollback, merged, plan_rollback, skipped_so_far, still_due
+from service.orders import StartPoint
 from service.run_store import next_sample
-
-
-@dataclass(frozen=True)
-class StartPoint:
-    """What the next ranks must know beside the run's folder."""
-
-    restore_before: int | None = None
-    """Newest step whose checkpoint may be restored; 0 begins anew, None leaves it to what is there."""
-    skip_samples: Ranges = ()
-    """Sample ordinals that are passed over."""
 
 
 class GoingBack:

@@ -3,8 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jobs.events import Ranges
 from ops.decision import Decision
-from service.going_back import StartPoint
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """What the next ranks must know beside the run's folder."""
+
+    restore_before: int | None = None
+    """Newest step whose checkpoint may be restored; 0 begins anew, None leaves it to what is there."""
+    skip_samples: Ranges = ()
+    """Sample ordinals that are passed over."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,8 @@ class Order:
     rank: int = -1
     fault: str = ""
     """With "fault": which rank has it, and what (drill.py)."""
+    is_followed: bool = False
+    """With "end": another attempt begins."""
 
 
 @dataclass(frozen=True)

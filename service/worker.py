@@ -9,7 +9,7 @@
         witness    have the hung rank write its flight recorder, and take its stacks
         kill       SIGKILL the rank (it may hang in a collective of a dead peer)
         terminate  SIGTERM the rank: save and leave
-        end        kill what is left, return
+        end        kill what is left, return; the fork server waits where another attempt follows
       every exit of a rank is reported with its exit code and its own words
 
 The shell outlives its rank: it sees exit codes and signals that Ray cannot report, and a crashed rank
@@ -31,13 +31,12 @@ from typing import Any
 import psutil
 import ray
 import ray.train
-import setproctitle
 from ray.train.backend import BackendConfig
 
 from jobs.spec.job import JobSpec
 from ops.diagnosis.rank_exits import RankExit
 from service.drill import write_xid
-from service.env import RANK_MEMORY, environment, get_env, kernel_log_path
+from service.env import RANK_MEMORY, environment, get_env, kernel_log_path, visible_devices
 from service.evidence import incident_folder
 from service.fork_client import ForkServer, RankMessage
 from service.lifetime import end_with_raylet
@@ -46,6 +45,7 @@ from service.origin import find_source_root
 from service.rank_box import box_folder, remove_box, remove_old_boxes
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_spec
+from service.warm_servers import Warm, warm_key
 from service.witness import dump_path, groups_path, take_testimony
 
 
@@ -142,11 +142,13 @@ class _Shell:
         self._has_rank = False
         """A rank was asked for and its exit has not been reported."""
         self._is_doomed = False
+        self._is_followed = False
+        """Another attempt begins after this one."""
         self._last_words: dict[str, Any] = {}
 
     def run(self, info: ShellInfo) -> None:
         """Obey orders until the last one."""
-        setproctitle.setproctitle(f"packtrain[{self._run_dir.name}] shell of rank {self._place.rank}")
+        _keep_title(f"packtrain[{self._run_dir.name}] shell of rank {self._place.rank}")
         stage = self._spec.strategy.mesh.coordinates(self._place.rank)["pp"]
         ray.get(self._coordinator.join.remote(self._config.attempt, replace(info, stage=stage)))
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
@@ -155,7 +157,7 @@ class _Shell:
                 for message in self._server.wait():
                     self._on_message(message)
         finally:
-            self._server.close()
+            self._server.close(keep_warm=self._is_followed)
             remove_box(self._box_dir, self._place.rank)
 
     def _listen(self) -> None:
@@ -165,7 +167,9 @@ class _Shell:
             try:
                 orders = ray.get(self._coordinator.orders.remote(self._config.attempt, seen))
             except ray.exceptions.RayError:
-                orders = [Order("end", -1)]  # without a coordinator nobody can restart anything
+                orders = [
+                    Order("end", -1, is_followed=True)
+                ]  # nobody gives orders: at best a new coordinator
             seen += len(orders)
             self._inbox.extend(orders)
             with contextlib.suppress(OSError):
@@ -193,6 +197,7 @@ class _Shell:
                 case "terminate":
                     self._server.tell_rank({"event": "terminate"})
                 case "end":
+                    self._is_followed = order.is_followed
                     return False
         return True
 
@@ -321,7 +326,22 @@ class _Shell:
         )
         # Ray lowers its workers' priority; a rank gets its raylet's, as it would have under another launcher.
         niceness = os.getpriority(os.PRIO_PROCESS, os.getppid())
-        return ForkServer(self._config.preload, environment(**values), Path(self._code_dir), log, niceness)
+        preload = self._config.preload
+        wanted = {**values, **visible_devices(), "folder": self._code_dir}
+        key = warm_key(self._run_dir.name, self._place.node_id, wanted, preload)
+        raylet_pid = get_env("RAY_RAYLET_PID")
+        warm = Warm(str(self._box_dir.parent), key, int(raylet_pid) if raylet_pid else None)
+        return ForkServer(preload, environment(**values), Path(self._code_dir), log, niceness, warm)
+
+
+def _keep_title(title: str) -> None:
+    """Name this Ray worker for good: Ray puts its own title back after each call of the actor's.
+
+    By Ray's own function, since setproctitle's finds no room for a title once Ray has written one.
+    """
+    raylet: Any = ray._raylet
+    raylet.setproctitle(title)
+    raylet.setproctitle = lambda other: None
 
 
 def _socket_interface(node_ip: str) -> dict[str, str]:

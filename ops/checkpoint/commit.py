@@ -11,9 +11,9 @@ import torch
 
 from jobs.errors import CheckpointError
 from jobs.events import Progress
+from ops.checkpoint.element_types import DTYPE_NAMES
 from ops.checkpoint.layout import MANIFEST
 from ops.checkpoint.manifest import (
-    DTYPE_NAMES,
     CorruptCheckpointError,
     Identity,
     Manifest,

@@ -44,9 +44,9 @@ from jobs.errors import CheckpointError
 from jobs.events import Progress
 from jobs.state import Chunk
 from ops.checkpoint.commit import commit_manifest
+from ops.checkpoint.element_types import DTYPES
 from ops.checkpoint.layout import shard_name
 from ops.checkpoint.manifest import (
-    DTYPES,
     ChunkEntry,
     CorruptCheckpointError,
     Identity,

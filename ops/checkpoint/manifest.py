@@ -2,7 +2,7 @@
 
 Every byte of every shard file is covered by a CRC-32 that stands here: one for the file's header, one for
 each chunk. So a rank checks exactly what it reads, and a fault is reported with the name of its tensor.
-The manifest itself carries a CRC-32 of its own text. Does not open shard files.
+The manifest itself carries a CRC-32 of its own text. Does not open shard files; imports no torch.
 """
 
 import json
@@ -13,8 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from jobs.errors import CheckpointError
 from jobs.events import Progress
 from jobs.mesh import Mesh
@@ -22,20 +20,19 @@ from ops.checkpoint.layout import MANIFEST
 
 FORMAT_VERSION = 1
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+ITEM_SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
 }
-"""Element types by their safetensors name."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Bytes an element, by safetensors' name of the type."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -48,7 +45,7 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: str
-    """A key of DTYPES."""
+    """A key of ITEM_SIZES."""
 
 
 @dataclass(frozen=True)
@@ -252,13 +249,13 @@ def _progress_from_json(body: dict[str, Any]) -> Progress:
 
 
 def _check_chunk(chunk: ChunkEntry, tensor: TensorEntry | None) -> None:
-    if tensor is None or tensor.dtype not in DTYPES:
+    if tensor is None or tensor.dtype not in ITEM_SIZES:
         raise CorruptCheckpointError(f"{chunk.name} has no shape and no known element type")
     is_inside = len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape) and all(
         o >= 0 and s >= 0 and o + s <= n
         for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
     )
-    if not is_inside or chunk.n_bytes != prod(chunk.sizes) * DTYPES[tensor.dtype].itemsize:
+    if not is_inside or chunk.n_bytes != prod(chunk.sizes) * ITEM_SIZES[tensor.dtype]:
         raise CorruptCheckpointError(
             f"{chunk.name}: the box at {list(chunk.offsets)} of {list(chunk.sizes)} ({chunk.n_bytes} bytes) "
             f"is not a box of a {tensor.dtype} tensor of {list(tensor.shape)}"

@@ -14,9 +14,10 @@ from jobs.errors import CheckpointError
 from jobs.events import Progress
 from jobs.state import Chunk
 from ops.checkpoint.dcp import ChunkLoadPlanner, ShardStorageReader, by_name
+from ops.checkpoint.element_types import DTYPES
 from ops.checkpoint.fingerprint import check_fingerprint
 from ops.checkpoint.layout import folder_name, foreign_entries, is_rng, list_steps
-from ops.checkpoint.manifest import DTYPES, CorruptCheckpointError, Manifest, read_manifest
+from ops.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
 from ops.checkpoint.shard import check_bytes, check_size
 
 OnSkip = Callable[[Path, str], None]

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from jobs.errors import CheckpointError
-from ops.checkpoint.manifest import DTYPE_NAMES, ChunkEntry, CorruptCheckpointError, ShardEntry
+from ops.checkpoint.element_types import DTYPE_NAMES
+from ops.checkpoint.manifest import ChunkEntry, CorruptCheckpointError, ShardEntry
 from ops.durable import write_all
 
 _SLICE_BYTES = 8 << 20

@@ -25,8 +25,9 @@ from jobs.errors import CheckpointError
 from jobs.events import Progress
 from jobs.state import Chunk
 from ops.checkpoint.commit import commit_manifest
+from ops.checkpoint.element_types import DTYPE_NAMES, DTYPES
 from ops.checkpoint.layout import folder_name, is_committed, shard_name
-from ops.checkpoint.manifest import DTYPE_NAMES, DTYPES, Identity, Manifest, ShardEntry
+from ops.checkpoint.manifest import Identity, Manifest, ShardEntry
 from ops.checkpoint.removal import remove_checkpoint
 from ops.checkpoint.rendezvous import COMMITTED, Rendezvous
 from ops.checkpoint.shard import write_shard

@@ -89,13 +89,13 @@ class LiveRun:
         self.until(lambda: self.last_step() >= step, f"step {step}")
 
     def processes(self) -> list[psutil.Process]:
-        """The driver and everything that descends from it."""
+        """The driver, everything that descends from it, and what has lost its parent meanwhile."""
+        found = {process for process in psutil.process_iter() if _mark_of(process) == self.mark}
         with contextlib.suppress(psutil.NoSuchProcess):
             driver = psutil.Process(self.process.pid)
-            found = [driver, *driver.children(recursive=True)]
-            self.own |= set(found)
-            return found
-        return []
+            found |= {driver, *driver.children(recursive=True)}
+        self.own |= found
+        return sorted(found, key=lambda process: process.pid)
 
     def pid_of(self, *marks: str) -> int:
         """Pid of the process whose title holds all the marks."""

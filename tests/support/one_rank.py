@@ -9,7 +9,7 @@ from typing import Any
 from jobs.engines.preload import preload_modules
 from service.env import environment
 from service.fork_client import ForkServer
-from service.going_back import StartPoint
+from service.orders import StartPoint
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_state
 

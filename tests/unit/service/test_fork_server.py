@@ -1,6 +1,7 @@
 """A fork server, its rank, and what the shell hears: real processes, real signals."""
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from service.env import environment
 from service.fork_client import ForkServer, RankMessage
 from service.rank_process import RankRequest
+from service.warm_servers import Warm, warm_key
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,7 +54,7 @@ def server(tmp_path: Path) -> Iterator[ForkServer]:
     made = ForkServer(("torch", "no_such_module"), environment(), ROOT, tmp_path / "server.log")
     yield made
     made.close()
-    assert not psutil.pid_exists(made.pid)
+    assert_gone(made.pid, within_s=0.0)
 
 
 def test_a_rank_gets_the_priority_that_its_server_was_told(tmp_path: Path) -> None:
@@ -135,12 +137,14 @@ def test_a_shell_that_dies_in_the_middle_of_a_request_ends_the_server() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "service.forkserver", str(theirs.fileno())],
+            [sys.executable, "-m", "service.forkserver", str(theirs.fileno()), "null"],
             cwd=ROOT,
             pass_fds=(theirs.fileno(),),
         )
         theirs.close()
-        assert b"ready" in ours.recv(4096)
+        with ours.makefile("rb") as lines:
+            started, ready = (json.loads(lines.readline()) for _ in range(2))
+        assert (started["event"], ready["event"]) == ("started", "ready")
         ours.sendall(b'{"run_dir": "half a req')
         ours.close()
         try:
@@ -148,6 +152,81 @@ def test_a_shell_that_dies_in_the_middle_of_a_request_ends_the_server() -> None:
         finally:
             process.kill()
             process.wait()
+        assert_gone(started["pid"], within_s=0.0)
+
+
+def warm_server(tmp_path: Path, key: str = "key", owner_pid: int | None = None) -> ForkServer:
+    """As a shell makes it: the rank's process id and all else is of this process."""
+    warm = Warm(str(tmp_path / "warm"), key, owner_pid or os.getpid())
+    return ForkServer(("decimal",), environment(), ROOT, tmp_path / "server.log", warm=warm)
+
+
+def sockets(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "warm").glob("*"))
+
+
+def when_it_waits(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 10
+    while not sockets(tmp_path):
+        assert time.monotonic() < deadline, "no server waits"
+        time.sleep(0.02)
+
+
+def test_the_next_shell_takes_over_the_server_of_one_that_is_gone(tmp_path: Path) -> None:
+    first = warm_server(tmp_path)
+    wait_for(first, "ready")
+    first.fork(hanging(tmp_path))
+    forked, _ = wait_for(first, "forked")
+    first.close(keep_warm=True)
+    assert_gone(forked.fields["pid"], within_s=0.0)
+    when_it_waits(tmp_path)
+    other = warm_server(tmp_path, "another key")
+    second = warm_server(tmp_path)
+    try:
+        assert (second.pid, second.is_adopted) == (first.pid, True)
+        assert other.pid != first.pid
+        assert sockets(tmp_path) == []
+        assert wait_for(second, "ready")[0].fields["missing"] == []
+        second.fork(dataclasses.replace(request_for(tmp_path, 0), run_dir=str(tmp_path / "nowhere")))
+        assert wait_for(second, "exited")[0].fields["exit_code"] == 1
+    finally:
+        second.close()
+        other.close()
+    assert_gone(second.pid, within_s=0.0)
+
+
+def test_a_server_whose_node_has_ended_waits_for_nobody(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as node:
+        pass
+    server = warm_server(tmp_path, owner_pid=node.pid)
+    wait_for(server, "ready")
+    server.close(keep_warm=True)
+    assert_gone(server.pid)
+    assert sockets(tmp_path) == []
+
+
+def test_the_socket_of_a_killed_server_is_passed_over(tmp_path: Path) -> None:
+    first = warm_server(tmp_path)
+    wait_for(first, "ready")
+    first.close(keep_warm=True)
+    when_it_waits(tmp_path)
+    os.kill(first.pid, signal.SIGKILL)
+    assert_gone(first.pid)
+    second = warm_server(tmp_path)
+    second.close()
+    assert (second.is_adopted, second.pid == first.pid, sockets(tmp_path)) == (False, False, [])
+
+
+def test_what_makes_a_server_another_one() -> None:
+    plain = warm_key("run", "node", {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}, ("torch",))
+    others = {
+        warm_key("other", "node", {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}, ("torch",)),
+        warm_key("run", "other", {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}, ("torch",)),
+        warm_key("run", "node", {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1"}, ("torch",)),
+        warm_key("run", "node", {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}, ("deepspeed",)),
+    }
+    assert len(others - {plain}) == 4
+    assert plain == warm_key("run", "node", {"CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "0"}, ("torch",))
 
 
 def hanging(tmp_path: Path) -> RankRequest:
