@@ -4,11 +4,12 @@ Works on what was blamed before; who failed first in a generation is the busines
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ops.incident import Incident, Nature
+from ops.ledger import Event
 from ops.quarantine import Cluster
 from ops.signal import Entity, EntityKind
 
@@ -16,6 +17,8 @@ SIGHTINGS_WINDOW_S = 7 * 86400.0
 """Older sightings of a GPU say nothing any more."""
 LINKS_WINDOW_S = 3600.0
 """Two links are laid to the endpoint that they share when they fail within so long."""
+STEP_REPLAYED = "step_replayed"
+"""Kind of the ledger's event."""
 _NODES_IN_TEXT = re.compile(r"\bnode ([^\s,()]+(?:, [^\s,()]+)*)")
 
 
@@ -114,3 +117,23 @@ def link_ends(link: Entity) -> frozenset[str]:
     if rest or "" in parts:
         return frozenset()
     return frozenset({"-".join(parts[:half]), "-".join(parts[half:])})
+
+
+def is_clean_elsewhere(events: Iterable[Event], completed: int, nodes: Set[str]) -> bool | None:
+    """Whether the step that was not finite is so on another machine too; None where none was asked.
+
+    Args:
+        events: the run's ledger: `packtrain replay` writes there what came out.
+        completed: steps that were completed when it was found; the step is that one or the next.
+        nodes: addresses of the nodes that ran it.
+    """
+    answers = {"clean_here": True, "same_fault": False}
+    told = [
+        event
+        for event in events
+        if event.kind == STEP_REPLAYED
+        and event.integer("step") in (completed, completed + 1)
+        and event.text("verdict") in answers
+        and not nodes & set(event.fields.get("addresses", ()))
+    ]
+    return answers[told[-1].text("verdict")] if told else None

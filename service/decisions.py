@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs.spec.job import ResilienceSection
-from ops.blame import SIGHTINGS_WINDOW_S, Sighting, sighting_of
+from ops.blame import SIGHTINGS_WINDOW_S, Sighting, is_clean_elsewhere, sighting_of
 from ops.checkpoint.layout import CHECKPOINTS_DIR, newest_committed_step
 from ops.decision import Action, Decision
-from ops.incident import Incident, Nature
+from ops.incident import FailureClass, Incident, Nature
 from ops.ledger import LEDGER_DIR, LedgerWriter, read_ledger
 from ops.node_book import NodeBook, NodeBookError, strikes_of
 from ops.policy import decide
@@ -126,7 +126,14 @@ class Decider:
             sightings=self._sightings(incident),
             run=self._run_dir.name,
             observing=frozenset(self._budgets.observe),
+            is_clean_elsewhere=self._is_clean_elsewhere(incident),
         )
+
+    def _is_clean_elsewhere(self, incident: Incident) -> bool | None:
+        """What a replay of the failed step has shown; only what is not finite asks for it."""
+        if incident.failure_class is not FailureClass.NUMERICS:
+            return None
+        return is_clean_elsewhere(read_ledger(self._run_dir), incident.step, self.nodes.of_attempt)
 
     def _sightings(self, incident: Incident) -> tuple[Sighting, ...]:
         """Ambiguous faults of the storage's other runs within a week; only an ambiguous one asks for them."""

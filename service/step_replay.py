@@ -1,20 +1,26 @@
 """`packtrain replay`: a step of a run once more, from the checkpoint before it, beside what was recorded.
 
 On this machine and without Ray; run it on another machine than the suspicious one. The same figures come from
-the code or the data, others from the chip that the run had. Changes nothing in the run's folder.
+the code or the data, others from the chip that the run had. What came out goes into the run's ledger, where
+the next decision about that step finds it; nothing else changes in the run's folder.
 """
 
 import math
+import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
+
 from jobs.errors import SpecError
 from jobs.events import Ranges
+from ops.blame import STEP_REPLAYED
 from ops.checkpoint.layout import CHECKPOINTS_DIR, committed_steps, folder_name, is_committed
-from ops.ledger import Event, number, read_ledger, read_metrics
+from ops.ledger import LEDGER_DIR, Event, LedgerWriter, number, read_ledger, read_metrics
 from ops.rollback import skipped_so_far
 from service.local_ranks import LocalRanks
 from service.run_store import read_spec, read_state
@@ -120,7 +126,18 @@ def run_replay(run_dir: Path, step: int, note: Callable[[str], None]) -> StepRep
     recorded = {
         event.integer("step"): event.fields.get("digests", {}) for event in events if event.kind == "digests"
     }
-    return StepReplay(checkpoint, tuple(compare(lines, recorded, of_ranks)))
+    found = StepReplay(checkpoint, tuple(compare(lines, recorded, of_ranks)))
+    ledger = LedgerWriter(run_dir / LEDGER_DIR / "replay.jsonl")
+    verdict, here = found.steps[-1].verdict, sorted(own_addresses())
+    ledger.write(STEP_REPLAYED, step=step, verdict=verdict, addresses=here)
+    return found
+
+
+def own_addresses() -> set[str]:
+    """IP addresses of this machine that others may know it by."""
+    every = [one for of_card in psutil.net_if_addrs().values() for one in of_card]
+    found = {one.address for one in every if one.family in (socket.AF_INET, socket.AF_INET6)}
+    return {one for one in found if not ip_address(one.partition("%")[0]).is_loopback}
 
 
 def checkpoint_before(run_dir: Path, step: int, events: Sequence[Event]) -> tuple[str, int]:

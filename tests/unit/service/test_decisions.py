@@ -4,6 +4,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,29 @@ def test_strikes_go_into_the_book_that_all_runs_share(tmp_path: Path) -> None:
     assert (later.action, later.exclude) == (Action.RESTART, ("n1",))
     (event,) = read_ledger(tmp_path / "other")
     assert event.fields["situation"]["out"] == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "address", "step", "convicts"),
+    [
+        ("clean_here", "n9", 8, True),
+        ("clean_here", "n1", 8, False),
+        ("clean_here", "n9", 5, False),
+        ("same_fault", "n9", 8, False),
+    ],
+)
+def test_a_step_that_was_clean_on_another_machine_convicts_the_chip(
+    tmp_path: Path, verdict: str, address: str, step: int, convicts: bool
+) -> None:
+    told = LedgerWriter(tmp_path / "run" / "ledger" / "replay.jsonl")
+    told.write("step_replayed", step=step, verdict=verdict, addresses=[address])
+    rank = Entity(EntityKind.RANK, "1", "n1")
+    bad = replace(KILLED, failure_class=FailureClass.NUMERICS, entity=rank)
+    decision = decider(tmp_path / "run").decide(bad, shells_alive=True)
+    assert ("the chip computes wrongly" in decision.reason) is convicts
+    (event,) = [one for one in read_ledger(tmp_path / "run") if one.kind == "incident"]
+    known = event.fields["situation"].get("is_clean_elsewhere")
+    assert known == (None if address == "n1" or step == 5 else verdict == "clean_here")
 
 
 def test_an_ambiguous_fault_is_held_against_what_other_runs_saw(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ops.checkpoint.set_aside import set_aside
 from ops.ledger import read_ledger
 from service.fork_client import ForkServer
 from service.run_store import RUNNING
-from service.step_replay import checkpoint_before, verdict_of
+from service.step_replay import checkpoint_before, own_addresses, verdict_of
 from tests.support.live_runs import packtrain
 from tests.support.one_rank import run_one_rank
 from tests.support.stored_runs import stopped_run
@@ -53,7 +53,13 @@ def test_a_step_comes_out_as_it_was_recorded_and_a_recorded_slip_is_noticed(
         (5, "same", True),
         (6, "same", True),
     ]
-    assert sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*")) == before
+    ledger = run_dir / "ledger"
+    after = sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*") if path != ledger)
+    told = ledger / "replay.jsonl"
+    assert [one for one in after if one[0] != told] == [one for one in before if one[0] != ledger]
+    (event,) = [one for one in read_ledger(run_dir) if one.kind == "step_replayed"]
+    assert (event.integer("step"), event.text("verdict")) == (6, "same")
+    assert set(event.fields["addresses"]) == own_addresses()
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         if line.get("step") == 6 and "grad_norm" in line:
