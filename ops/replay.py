@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jobs.spec.job import ResilienceSection
-from ops.decision import TODAYS_ACTIONS, Action, Decision
+from ops.decision import RESTARTS, TODAYS_ACTIONS, Action, Decision
 from ops.incident import FailureClass, Incident, Nature
 from ops.ledger import Event
 from ops.policy import PastIncident, decide
@@ -120,6 +120,20 @@ def incident_of(event: Event) -> Incident | None:
         return incident
     plain = replace(incident, **otherwise, nature=Nature.CLEAR, symptom="", detector="")
     return replace(incident, otherwise=plain)
+
+
+def kept_off(events: Sequence[Event]) -> tuple[str, ...]:
+    """Nodes that the newest decision for a new attempt keeps off; none once the run has ended.
+
+    Args:
+        events: the run's ledger, oldest first.
+    """
+    for event in reversed(events):
+        if event.kind == "run_ended":
+            break
+        if event.kind == "incident" and event.text("action") in RESTARTS and not event.fields.get("in_place"):
+            return tuple(event.fields.get("exclude", ()))
+    return ()
 
 
 def _name_fields(incident: Incident) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from jobs.spec.job import JobSpec
 from ops.decision import Action, Decision
 from ops.durable import write_atomically
 from ops.incident import FailureClass, Incident
-from ops.ledger import LedgerWriter
+from ops.ledger import LedgerWriter, read_ledger
 from ops.node_book import NodeBook
+from ops.replay import kept_off
 from service.cluster import is_own_node_alive, release_placement_groups
 from service.decisions import Decider
 from service.launch import FitFailure, coordinator_actor, run_attempt
@@ -119,6 +120,8 @@ class Supervisor:
             if signal.getsignal(number) is not signal.SIG_IGN  # nohup: a closed terminal is no reason to stop
         }
         write_atomically(self.run_dir / "control" / "token", self._token)
+        # Of a driver that has died since; the book of nodes knows only those that had too many strikes.
+        self._room.keep_off(kept_off(read_ledger(self.run_dir)), live_places(self._spec.resources))
         try:
             end = self._attempts_under_coordinators()
         finally:

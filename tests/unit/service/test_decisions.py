@@ -13,7 +13,7 @@ from ops.decision import RESTARTS, Action
 from ops.incident import FailureClass, Incident, Nature
 from ops.ledger import LedgerWriter, read_ledger
 from ops.node_book import NodeBook
-from ops.replay import replay
+from ops.replay import kept_off, replay
 from ops.signal import Entity, EntityKind
 from service.decisions import Decider, Nodes
 
@@ -49,9 +49,12 @@ def test_another_decider_knows_what_was_decided_and_a_run_that_was_ended_begins_
     assert "restart 2 of 2" in counted.reason
     moved = decider(run_dir).decide(replace(KILLED, generation=(0, 2)), shells_alive=True)
     assert (moved.action, moved.exclude) == (Action.RESTART_WITHOUT_NODE, ("n1",))
+    assert kept_off(read_ledger(run_dir)) == ("n1",)
     stop = decider(run_dir).decide(replace(KILLED, generation=(1, 0)), shells_alive=True)
     assert stop.action is Action.STOP
+    assert kept_off(read_ledger(run_dir)) == ("n1",)
     LedgerWriter(run_dir / "ledger" / "supervisor.jsonl").write("run_ended", status="FAILED")
+    assert kept_off(read_ledger(run_dir)) == ()
     anew = decider(run_dir).decide(replace(KILLED, generation=(2, 0)), shells_alive=True)
     assert "restart 1 of 2" in anew.reason
     events = read_ledger(run_dir)
