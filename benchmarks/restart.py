@@ -30,7 +30,8 @@ import psutil
 from step_time import MICRO_BATCH, MODEL, RANKS, SEQ_LEN, spec_values, write_tokens
 
 GOAL = {"in-place": 0.3, "new-attempt": 0.5}
-EVERY, KILL_AT = 5, 8
+EVERY, KILL_AT = 5, {False: 8, True: 100}
+"""A new attempt in steady state: half a minute after the start its controller waits."""
 RAY_EVERY, RAY_KILL_AT = 10, 25
 """Ray Train counts a checkpoint when its controller has asked for it: every 2 s."""
 ENOUGH_STEPS = 100_000
@@ -53,13 +54,13 @@ def kill_packtrain(folder: Path, number: int, *, new_attempt: bool) -> dict[str,
     def is_ready() -> bool:
         steps = harness.steps_of(run_dir)
         saved = [e for e in harness.events_of(run_dir) if e["kind"] == "checkpoint_committed"]
-        return bool(saved) and steps[-1]["step"] >= KILL_AT
+        return bool(saved) and steps[-1]["step"] >= KILL_AT[new_attempt]
 
     def again() -> list[dict[str, Any]]:
         return [line for line in harness.steps_of(run_dir) if line[counter] == 1]
 
     with harness.started([harness.PACKTRAIN, "run", str(path)], output) as process:
-        harness.wait_until(is_ready, process, output, f"step {KILL_AT}")
+        harness.wait_until(is_ready, process, output, f"step {KILL_AT[new_attempt]}")
         rank = 1 - number % RANKS
         title = f"shell of rank {rank}" if new_attempt else f"rank {rank}:"
         pid = pid_of(process.pid, f"packtrain[{name}] {title}")
@@ -136,7 +137,10 @@ def kill_torchrun(folder: Path, number: int) -> dict[str, float]:
     fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with harness.started(words, output, **fresh_store) as process:
         harness.wait_until(
-            lambda: checkpoint.exists() and len(lines("step")) >= KILL_AT, process, output, f"step {KILL_AT}"
+            lambda: checkpoint.exists() and len(lines("step")) >= KILL_AT[False],
+            process,
+            output,
+            f"step {KILL_AT[False]}",
         )
         writer = lines("begun")[0]["pid"]
         ranks = [

@@ -9,7 +9,7 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from service.controller_end import EndWithRaylet
+from service.controllers import Controllers
 
 
 class BareTrainer(TorchTrainer):
@@ -19,10 +19,17 @@ class BareTrainer(TorchTrainer):
     lives. Beside another cluster it asks the wrong one, hears of no such controller, and takes the workers
     away from a healthy run. What a dead controller leaves behind is given back by
     cluster.release_placement_groups. For datasets Ray would run one more actor beside the ranks, which read
-    their own shards.
+    their own shards. Its controller is one of controllers.py.
     """
+
+    title: str
+    """Of the controller's process."""
+    controllers: Controllers
+
+    def _initialize_and_run_controller(self, **settings: Any) -> Any:
+        return self.controllers.run(self.title, settings)
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
         unwanted = (PlacementGroupCleanerCallback, DatasetsCallback)
-        return [*(callback for callback in callbacks if not isinstance(callback, unwanted)), EndWithRaylet()]
+        return [callback for callback in callbacks if not isinstance(callback, unwanted)]

@@ -11,6 +11,7 @@ import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from jobs.spec.job import JobSpec
+from service.controllers import Controllers
 from service.worker import ShellBackend, ShellConfig, shell_main
 
 
@@ -26,7 +27,11 @@ class FitFailure:
 
 
 def run_attempt(
-    spec: JobSpec, config: ShellConfig, run_dir: Path, selector: Mapping[str, str]
+    spec: JobSpec,
+    config: ShellConfig,
+    run_dir: Path,
+    selector: Mapping[str, str],
+    controllers: Controllers,
 ) -> FitFailure | None:
     """Run one attempt to its end; None when every shell returned. Blocks; safe in a thread of its own.
 
@@ -35,6 +40,7 @@ def run_attempt(
         config: for the shells.
         run_dir: folder of the run.
         selector: Ray label selector of the workers: keeps off nodes.
+        controllers: the run's.
     """
     # It imports torch, which takes seconds: here, so that the coordinator's process starts meanwhile.
     from service.bare_trainer import BareTrainer
@@ -61,6 +67,8 @@ def run_attempt(
             ),
         ),
     )
+    trainer.title = f"packtrain[{run_dir.name}] controller of attempt {config.attempt}"
+    trainer.controllers = controllers
     try:
         trainer.fit()
     except ray.train.WorkerGroupError as error:

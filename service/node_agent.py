@@ -30,6 +30,7 @@ from service.watch import NodeReport, report_interval_s
 
 URGENT_LIMIT_S = 0.5
 """For the monitors that may know why ranks have died: a restart waits for them."""
+START_AFTER_S = 1.5
 _LOG = logging.getLogger(__name__)
 
 
@@ -130,7 +131,7 @@ class BoxReader:
 def start_agents(coordinator: Any, config: AgentConfig) -> Iterator[None]:
     """Agents on the nodes of an attempt, for the length of a with-block.
 
-    They start when the attempt's shells have joined. Ray starts one that has died again, on its node.
+    They start a little after the attempt's shells have joined: the first step comes first. Ray starts one that has died again, on its node.
 
     Args:
         coordinator: the run's.
@@ -145,6 +146,8 @@ def start_agents(coordinator: Any, config: AgentConfig) -> Iterator[None]:
             nodes = ray.get(coordinator.nodes.remote(config.attempt))
         except ray.exceptions.RayError:
             return  # without a coordinator the attempt ends
+        if is_over.wait(START_AFTER_S):
+            return
         own = replace(config, report_every_s=report_interval_s(len(nodes)))
         for node_id in nodes:
             with lock:

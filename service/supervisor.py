@@ -31,6 +31,7 @@ from ops.ledger import LedgerWriter, read_ledger
 from ops.node_book import NodeBook
 from ops.replay import kept_off
 from service.cluster import is_own_node_alive, release_placement_groups
+from service.controllers import Controllers
 from service.decisions import Decider
 from service.launch import FitFailure, coordinator_actor, run_attempt
 from service.node_agent import AgentConfig, start_agents
@@ -110,6 +111,7 @@ class Supervisor:
         self._book = NodeBook(run_dir.parent)
         self._is_awaiting_nodes = False
         self._fit: threading.Thread | None = None
+        self._controllers = Controllers()
         self._coordinator: Any = None
 
     def run(self) -> RunEnd:
@@ -249,7 +251,9 @@ class Supervisor:
         begun = self._coordinator.begin_attempt.remote(attempt, spec.world_size)
         ended: list[FitFailure | None] = []
         fit = threading.Thread(
-            target=lambda: ended.append(run_attempt(spec, config, self.run_dir, start.selector)),
+            target=lambda: ended.append(
+                run_attempt(spec, config, self.run_dir, start.selector, self._controllers)
+            ),
             name=f"fit-{attempt}",
             daemon=True,
         )

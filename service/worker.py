@@ -45,6 +45,7 @@ from service.origin import find_source_root
 from service.rank_box import box_folder, remove_box, remove_old_boxes
 from service.rank_process import RankRequest
 from service.run_store import log_path, read_spec
+from service.titles import keep_title
 from service.warm_servers import Warm, warm_key
 from service.witness import dump_path, groups_path, take_testimony
 
@@ -148,7 +149,7 @@ class _Shell:
 
     def run(self, info: ShellInfo) -> None:
         """Obey orders until the last one."""
-        _keep_title(f"packtrain[{self._run_dir.name}] shell of rank {self._place.rank}")
+        keep_title(f"packtrain[{self._run_dir.name}] shell of rank {self._place.rank}")
         stage = self._spec.strategy.mesh.coordinates(self._place.rank)["pp"]
         ray.get(self._coordinator.join.remote(self._config.attempt, replace(info, stage=stage)))
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
@@ -332,16 +333,6 @@ class _Shell:
         raylet_pid = get_env("RAY_RAYLET_PID")
         warm = Warm(str(self._box_dir.parent), key, int(raylet_pid) if raylet_pid else None)
         return ForkServer(preload, environment(**values), Path(self._code_dir), log, niceness, warm)
-
-
-def _keep_title(title: str) -> None:
-    """Name this Ray worker for good: Ray puts its own title back after each call of the actor's.
-
-    By Ray's own function, since setproctitle's finds no room for a title once Ray has written one.
-    """
-    raylet: Any = ray._raylet
-    raylet.setproctitle(title)
-    raylet.setproctitle = lambda other: None
 
 
 def _socket_interface(node_ip: str) -> dict[str, str]:

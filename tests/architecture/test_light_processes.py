@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
         "service.worker",
         "service.coordinator",
         "service.node_agent",
-        "service.controller_end",
+        "service.controllers",
         "service.supervisor",
         "service.cli",
     ],

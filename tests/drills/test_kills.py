@@ -87,7 +87,7 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path: Path, tmp_path_factory: pytest
 
 @pytest.mark.parametrize(
     ("mark", "culprit"),
-    [("ray::TrainController", "Ray Train controller"), ("ray::Coordinator", "coordinator")],
+    [("controller of attempt", "Ray Train controller"), ("ray::Coordinator", "coordinator")],
 )
 def test_a_killed_ray_actor_of_the_run(
     mark: str, culprit: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

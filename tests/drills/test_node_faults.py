@@ -180,7 +180,7 @@ def test_a_killed_controller_and_then_a_killed_driver(
     with run_on(cluster, driver, tmp_path, "orphan") as run:
         run.until_step(HIT_AT)
         at = time.time()
-        driver.kill("ray::TrainController")
+        driver.kill("controller of attempt")
         incident = first_incident(run)
         assert incident["detected_at"] - at <= 1.0
         told = (incident["class"], incident["culprit"], incident["action"])
