@@ -131,7 +131,8 @@ class BoxReader:
 def start_agents(coordinator: Any, config: AgentConfig) -> Iterator[None]:
     """Agents on the nodes of an attempt, for the length of a with-block.
 
-    They start a little after the attempt's shells have joined: the first step comes first. Ray starts one that has died again, on its node.
+    They start a little after the attempt's shells have joined: the first step comes first. Ray starts one
+    that has died again, on its node.
 
     Args:
         coordinator: the run's.
