@@ -50,7 +50,8 @@ class Controllers:
         """
         ended = self._take().run.remote(title, dict(settings))
         if not ray.wait([ended], timeout=STANDBY_AFTER_S)[0]:
-            self._standby = _start()
+            with contextlib.suppress(Exception):  # of Ray: the attempt goes on, and the next one starts its own
+                self._standby = _start()
         return ray.get(ended)
 
     def _take(self) -> Any:
