@@ -50,7 +50,7 @@ class Controllers:
         """
         ended = self._take().run.remote(title, dict(settings))
         if not ray.wait([ended], timeout=STANDBY_AFTER_S)[0]:
-            with contextlib.suppress(Exception):  # of Ray: the attempt goes on, and the next one starts its own
+            with contextlib.suppress(Exception):  # of Ray; the attempt goes on, the next starts its own
                 self._standby = _start()
         return ray.get(ended)
 
