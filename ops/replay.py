@@ -131,7 +131,9 @@ def kept_off(events: Sequence[Event]) -> tuple[str, ...]:
     for event in reversed(events):
         if event.kind == "run_ended":
             break
-        if event.kind == "incident" and event.text("action") in RESTARTS and not event.fields.get("in_place"):
+        is_restart = event.kind == "incident" and event.text("action") in RESTARTS
+        # The loss of the coordinator says nothing of nodes, and leaves what was said before.
+        if is_restart and not event.fields.get("in_place") and event.text("culprit") != "coordinator":
             return tuple(event.fields.get("exclude", ()))
     return ()
 

@@ -60,7 +60,6 @@ class ForkServer:
             warm: where a server waits for the next shell; None: it never does.
         """
         adopted = adopt(warm) if warm else None
-        self.is_adopted = adopted is not None
         self._parent: subprocess.Popen[bytes] | None = None
         """Of the server, where we have started it."""
         if adopted is not None:
@@ -139,8 +138,9 @@ class ForkServer:
             with contextlib.suppress(OSError):
                 self._control.sendall(b'{"event": "leave"}\n')
         self._control.close()
-        if not keep_warm and not _is_gone_within(self.pid, SERVER_END_LIMIT_S):
-            with contextlib.suppress(ProcessLookupError):
+        waits_for = self.rank_pid if keep_warm else self.pid
+        if waits_for is not None and not _is_gone_within(waits_for, SERVER_END_LIMIT_S):
+            with contextlib.suppress(ProcessLookupError):  # the kernel ends the rank of a dead server
                 os.kill(self.pid, signal.SIGKILL)
         if self._parent is not None:
             if keep_warm:

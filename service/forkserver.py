@@ -48,6 +48,9 @@ class _Child:
 def serve(control: socket.socket, preload: list[str], warm: Warm | None) -> None:
     """Import the preload list, then fork ranks on request until nobody wants them any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle: ranks must live to save
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # the kernel's, if the shell dies while its rank is stopped
     _send(control, {"event": "started", "pid": os.getpid()})
     missing = [name for name in preload if not _imports(name)]
     gc.collect()
@@ -55,8 +58,7 @@ def serve(control: socket.socket, preload: list[str], warm: Warm | None) -> None
     next_shell: socket.socket | None = control
     while next_shell is not None:
         with next_shell as control:
-            with contextlib.suppress(OSError):  # a shell that is gone already may have said "leave" before
-                _send(control, {"event": "ready", "missing": missing})
+            _send(control, {"event": "ready", "missing": missing})
             if _serve_shell(control) == "leave":
                 return
         next_shell = await_adoption(warm) if warm else None
@@ -83,8 +85,6 @@ def _serve_shell(control: socket.socket) -> Literal["leave", "gone"]:
                         selector.unregister(child.pidfd)
                         ended, child = child, None
                         _send(control, {"event": "exited", "pid": ended.pid, "exit_code": ended.reap()})
-        except (BrokenPipeError, ConnectionResetError):
-            return "gone"
         finally:
             if child is not None:
                 os.kill(child.pid, signal.SIGKILL)
@@ -119,12 +119,17 @@ def _fork(request: dict[str, Any], channel_fd: int, control: socket.socket) -> _
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:
-    control.sendall(json.dumps(message).encode() + b"\n")
+    """Tell the shell; that it is gone is learnt from what it sends: it may have said "leave" before."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        control.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, int]:
     """One line, and the file descriptor sent beside a request; (None, -1) when the shell is gone."""
-    data, fds, _, _ = socket.recv_fds(control, 1 << 20, 1)
+    try:
+        data, fds, _, _ = socket.recv_fds(control, 1 << 20, 1)
+    except ConnectionResetError:
+        return None, -1
     while not data.endswith(b"\n"):
         more = control.recv(1 << 20) if data else b""
         if not more:

@@ -31,6 +31,7 @@ from service.watch import NodeReport, report_interval_s
 URGENT_LIMIT_S = 0.5
 """For the monitors that may know why ranks have died: a restart waits for them."""
 START_AFTER_S = 1.5
+"""After the shells have joined."""
 _LOG = logging.getLogger(__name__)
 
 

@@ -59,7 +59,7 @@ def remove_box(folder: Path, rank: int) -> None:
 
 
 def remove_old_boxes(shared: Path, now: float) -> None:
-    """Take away what killed shells have left here: day-old boxes of processes that are gone.
+    """Take away what killed processes have left here: day-old boxes and sockets.
 
     A younger one may still be looked at: it says where its rank stood.
 
@@ -72,6 +72,10 @@ def remove_old_boxes(shared: Path, now: float) -> None:
             if now - path.stat().st_mtime > OLD_BOX_S and not psutil.pid_exists(read_box(path).identity.pid):
                 path.unlink()
                 path.parent.rmdir()
+    for path in shared.glob("warm-*"):  # sockets of fork servers that were killed while they waited
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > OLD_BOX_S:
+                path.unlink()
 
 
 class RankBox:

@@ -114,7 +114,8 @@ class Room:
 
         Args:
             exclude: addresses, from the newest decision.
-            have: the live nodes at that moment.
+            have: the live nodes at that moment; none where that is not known: then they count again where
+                there is no room without them.
         """
         self._exclude = frozenset(exclude)
         self._ids_then = frozenset(place.node_id for place in have)

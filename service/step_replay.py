@@ -10,7 +10,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -134,10 +133,9 @@ def run_replay(run_dir: Path, step: int, note: Callable[[str], None]) -> StepRep
 
 
 def own_addresses() -> set[str]:
-    """IP addresses of this machine that others may know it by."""
+    """IP addresses that a run may know this machine by; containers of one machine have different ones."""
     every = [one for of_card in psutil.net_if_addrs().values() for one in of_card]
-    found = {one.address for one in every if one.family in (socket.AF_INET, socket.AF_INET6)}
-    return {one for one in found if not ip_address(one.partition("%")[0]).is_loopback}
+    return {one.address for one in every if one.family in (socket.AF_INET, socket.AF_INET6)}
 
 
 def checkpoint_before(run_dir: Path, step: int, events: Sequence[Event]) -> tuple[str, int]:

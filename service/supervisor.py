@@ -123,7 +123,7 @@ class Supervisor:
         }
         write_atomically(self.run_dir / "control" / "token", self._token)
         # Of a driver that has died since; the book of nodes knows only those that had too many strikes.
-        self._room.keep_off(kept_off(read_ledger(self.run_dir)), live_places(self._spec.resources))
+        self._room.keep_off(kept_off(read_ledger(self.run_dir)), ())
         try:
             end = self._attempts_under_coordinators()
         finally:

@@ -42,7 +42,7 @@ def warm_key(run_id: str, node_id: str, environment: Mapping[str, str], preload:
     Args:
         run_id: of the run.
         node_id: Ray's.
-        environment: what was set for the server, and which devices its ranks see.
+        environment: what was set for the server, which devices its ranks see, and whose it is.
         preload: modules.
     """
     words = json.dumps([run_id, node_id, sorted(environment.items()), list(preload)])
@@ -77,15 +77,21 @@ def await_adoption(warm: Warm) -> socket.socket | None:
     """Listen until another shell of this user's takes this server over; None when nobody has."""
     folder = Path(warm.folder)
     path = folder / f"warm-{warm.key}-{os.getpid()}.sock"
+    bound = path.with_suffix(".bound")
     deadline = time.monotonic() + KEEP_WARM_S
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
-            listener.bind(str(path))
+            listener.bind(str(bound))
             listener.listen(1)
+            bound.rename(path)  # whoever sees it can connect
             selector.register(listener, selectors.EVENT_READ)
-            while time.monotonic() < deadline and (warm.owner_pid is None or _is_there(warm.owner_pid)):
-                if not selector.select(LOOK_S):
+            is_open = True
+            while is_open:
+                is_open = time.monotonic() < deadline and _is_there(warm.owner_pid)
+                if not is_open:
+                    path.unlink(missing_ok=True)  # and once more a look: a shell may have connected just now
+                if not selector.select(LOOK_S if is_open else 0.0):
                     continue
                 control, _ = listener.accept()
                 if _peer(control)[1] == os.getuid():
@@ -94,8 +100,9 @@ def await_adoption(warm: Warm) -> socket.socket | None:
     except OSError:  # no room for a socket: the next attempt starts its own server
         return None
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        for left in (path, bound):
+            with contextlib.suppress(OSError):
+                left.unlink()
     return None
 
 
@@ -108,11 +115,10 @@ def _peer(control: socket.socket) -> tuple[int, int, int]:
     return found
 
 
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
+def _is_there(pid: int | None) -> bool:
+    """A process that has ended is not, reaped or not; of None nothing is known."""
+    if pid is None:
         return True
-    except ProcessLookupError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

@@ -328,7 +328,8 @@ class _Shell:
         # Ray lowers its workers' priority; a rank gets its raylet's, as it would have under another launcher.
         niceness = os.getpriority(os.PRIO_PROCESS, os.getppid())
         preload = self._config.preload
-        wanted = {**values, **visible_devices(), "folder": self._code_dir}
+        # By the token one driver's servers are told from another's, whose code may be another.
+        wanted = {**values, **visible_devices(), "driver": self._config.token}
         key = warm_key(self._run_dir.name, self._place.node_id, wanted, preload)
         raylet_pid = get_env("RAY_RAYLET_PID")
         warm = Warm(str(self._box_dir.parent), key, int(raylet_pid) if raylet_pid else None)
