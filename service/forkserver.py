@@ -48,9 +48,7 @@ class _Child:
 def serve(control: socket.socket, preload: list[str], warm: Warm | None) -> None:
     """Import the preload list, then fork ranks on request until nobody wants them any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle: ranks must live to save
-    signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # the kernel's, if the shell dies while its rank is stopped
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel's, if the shell dies while its rank is stopped
     _send(control, {"event": "started", "pid": os.getpid()})
     missing = [name for name in preload if not _imports(name)]
     gc.collect()
