@@ -30,6 +30,7 @@ from service.room import Place, Room, live_places
 from service.run_store import last_step
 from service.spare_nodes import SpareNodes
 
+FREE_LIMIT_S = 2.0
 LOOK_S = 2.0
 N_LOOKS_BEFORE_GROWTH = 3
 """Nodes have to be there so many looks in a row: one that comes and goes is no room."""
@@ -85,6 +86,21 @@ class NodeWatch:
             self._told = nodes
             self._coordinator.tell_nodes.remote(nodes)
         return have
+
+    def tell_when_free(self) -> None:
+        """As tell, when the attempt is over and Ray counts its places as free, or after FREE_LIMIT_S.
+
+        Ray moves the places that a run holds on a lost node to another node, and gives them back a moment later.
+        """
+        deadline = time.monotonic() + FREE_LIMIT_S
+        while time.monotonic() < deadline:
+            room = self._room.nodes(
+                live_places(self._room.spec.resources), self._ranks_on + self._spares.places
+            )
+            if sum(room.slots.values()) >= room.n_ranks:
+                break
+            time.sleep(0.1)
+        self.tell()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -297,7 +297,8 @@ class Supervisor:
         if decision is None:
             lost = failure or FitFailure("worker", "the shells returned without a verdict")
             incident = self._name_incident(lost)
-            self._nodes.tell()
+            release_placement_groups()
+            self._nodes.tell_when_free()
             made: Decision = ray.get(self._coordinator.record_incident.remote(incident))
             if made.action is Action.STOP:
                 return RunEnd(FAILED, f"{made.reason}\n{incident.evidence}", made.exit_code)
