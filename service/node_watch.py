@@ -90,7 +90,7 @@ class NodeWatch:
     def tell_when_free(self) -> None:
         """As tell, when the attempt is over and Ray counts its places as free, or after FREE_LIMIT_S.
 
-        Ray moves the places that a run holds on a lost node to another node, and gives them back a moment later.
+        Ray moves the places that a run holds on a lost node to another, and gives them back a moment later.
         """
         deadline = time.monotonic() + FREE_LIMIT_S
         while time.monotonic() < deadline:
