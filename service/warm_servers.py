@@ -4,9 +4,9 @@
       dies, or "keep"  -->    kills its rank,
                               listens for KEEP_WARM_S    <----     connects, and has its own server
 
-What makes two shells want the same server is its key: run, node, environment, modules. A server that nobody
-takes over, or whose node ends, leaves. The socket's file lies in a folder of this user alone. Knows nothing
-of Ray, imports no torch.
+What makes two shells want the same server is its key: run, driver, node, environment, modules. A server that
+nobody takes over, or whose node ends, leaves. The socket's file lies in a folder of this user alone. Knows
+nothing of Ray, imports no torch.
 """
 
 import contextlib

@@ -168,9 +168,8 @@ class _Shell:
             try:
                 orders = ray.get(self._coordinator.orders.remote(self._config.attempt, seen))
             except ray.exceptions.RayError:
-                orders = [
-                    Order("end", -1, is_followed=True)
-                ]  # nobody gives orders: at best a new coordinator
+                # Nobody is left to give orders; a new coordinator may come, with a new attempt.
+                orders = [Order("end", -1, is_followed=True)]
             seen += len(orders)
             self._inbox.extend(orders)
             with contextlib.suppress(OSError):
